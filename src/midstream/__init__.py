@@ -1,0 +1,1 @@
+"""Read and edit a language model mid-forward, while vLLM serves it."""

@@ -1,0 +1,1 @@
+"""A Block runs beside a forward pass of any `torch.nn.Module`."""

@@ -1,0 +1,1 @@
+"""Models: a tree of modules users navigate, and the engines that run blocks on it."""

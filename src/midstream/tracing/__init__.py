@@ -1,0 +1,1 @@
+"""A `with` body becomes a Block: captured, compiled, serialisable. No torch model here."""
