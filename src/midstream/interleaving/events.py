@@ -1,0 +1,231 @@
+"""One hand-over between the forward pass and the blocks that wait for it.
+
+A block gets a private copy of its own rows. When it waits again, rows it changed are copied back
+into the tensor the model goes on with. The engine reuses its buffers (a fused add-norm rewrites
+the residual stream in place), so a view handed out would later hold another layer's numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from midstream.interleaving.structure import describe, flatten, same_shape
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows ``start:stop`` of a step's tensors that belong to one request."""
+
+    start: int
+    stop: int
+
+
+class Event:
+    """The live value of one location in one step.
+
+    Args:
+        value: what the module was called with (``(args, kwargs)``) or returned.
+        sizes: lengths along which a tensor counts as one row a token (real, padded).
+        spans: rows of the requests that wait here; copies are taken over their hull, once.
+        check: raises for a tensor that must not be written here.
+    """
+
+    def __init__(
+        self,
+        value: Any,
+        sizes: Sequence[int],
+        spans: Sequence[Rows],
+        check: Callable[[torch.Tensor], None] | None = None,
+    ):
+        self.leaves, self._build = flatten(value)
+        self._sizes = sizes
+        self._low = min(span.start for span in spans)
+        self._high = max(span.stop for span in spans)
+        self._copies: dict[int, torch.Tensor] = {}
+        self._replaced: set[int] = set()
+        self._value = value
+        self._check = check
+
+    def axis(self, index: int) -> int | None:
+        """The axis of a leaf that runs over the step's rows; None if it has none."""
+        leaf = self.leaves[index]
+        if not isinstance(leaf, torch.Tensor):
+            return None
+        if leaf.dim() >= 1 and leaf.shape[0] in self._sizes:
+            return 0
+        if leaf.dim() >= 2 and leaf.shape[0] == 1 and leaf.shape[1] in self._sizes:
+            return 1
+        return None
+
+    def live(self, index: int, rows: Rows) -> Any:
+        """A leaf's rows as the model holds them (tensors without a row axis: whole)."""
+        axis = self.axis(index)
+        leaf = self.leaves[index]
+        return leaf if axis is None else leaf.narrow(axis, rows.start, rows.stop - rows.start)
+
+    def copy(self, index: int, rows: Rows) -> Any:
+        """A private copy of a leaf's rows, outside inference mode so that edits are counted."""
+        leaf = self.leaves[index]
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        axis = self.axis(index)
+        if axis is None:
+            return leaf.clone()
+        if index not in self._copies:
+            self._copies[index] = leaf.narrow(axis, self._low, self._high - self._low).clone()
+        return self._copies[index].narrow(axis, rows.start - self._low, rows.stop - rows.start)
+
+    def put(self, index: int, rows: Rows, value: torch.Tensor, *, replace: bool) -> None:
+        """Write a leaf's rows into what the model goes on with.
+
+        Args:
+            replace: give the model another tensor (its other holders keep theirs) instead of
+                writing into the one it has.
+        """
+        if self._check is not None:
+            self._check(value)
+        with torch.inference_mode(self.leaves[index].is_inference()):
+            if replace and index not in self._replaced:
+                self.leaves[index] = self.leaves[index].clone()
+                self._replaced.add(index)
+            self.live(index, rows).copy_(value)
+
+    def result(self) -> Any:
+        """The value the model goes on with."""
+        return self._build(self.leaves) if self._replaced else self._value
+
+    def serve(self, rows: Rows) -> Served:
+        """This event as one request sees it."""
+        return Served(self, rows, self._build)
+
+
+class Served:
+    """One event as one block sees it: its rows, and the way back for what it changes."""
+
+    def __init__(self, event: Event, rows: Rows, build: Any):
+        self._event, self._rows, self._build = event, rows, build
+        self._mine: list[Any] | None = None
+        self._versions: list[int] = []
+
+    def read(self) -> Any:
+        """The block's private copy; the same object at every read of this visit."""
+        if self._mine is None:
+            self._mine = [self._event.copy(i, self._rows) for i in range(len(self._event.leaves))]
+            self._versions = [_version(leaf) for leaf in self._mine]
+            self._shown = self._build(self._mine)
+        return self._shown
+
+    def write(self, value: Any, where: str) -> None:
+        """Replace the whole value.
+
+        Raises:
+            ValueError: ``value`` has not the served structure and shapes.
+        """
+        event, rows = self._event, self._rows
+        expected = self._build([event.live(i, rows) for i in range(len(event.leaves))])
+        if not same_shape(value, expected):
+            raise ValueError(
+                f"{where} was assigned {describe(value)}, but the model goes on with "
+                f"{describe(expected)}: a replacement must have the served shape. "
+                "To change some rows, write into them: `value[rows] = ...`."
+            )
+        for index, new in enumerate(flatten(value)[0]):
+            self._write_leaf(index, new, where)
+
+    def read_first(self, where: str) -> Any:
+        """The first argument of an input: the first positional, else the first keyword one.
+
+        Raises:
+            ValueError: the module was called without arguments.
+        """
+        return _first_argument(self.read(), where)
+
+    def write_first(self, value: Any, where: str) -> None:
+        """Replace the first argument of an input only.
+
+        Raises:
+            ValueError: ``value`` has not the served structure and shapes.
+        """
+        event, rows = self._event, self._rows
+        live = self._build([event.live(i, rows) for i in range(len(event.leaves))])
+        expected = _first_argument(live, where)
+        if not same_shape(value, expected):
+            raise ValueError(
+                f"{where} was assigned {describe(value)}, but the module's first argument is "
+                f"{describe(expected)}: a replacement must have the served shape."
+            )
+        for index, new in enumerate(flatten(value)[0]):  # its leaves come before all others
+            self._write_leaf(index, new, where)
+
+    def _write_leaf(self, index: int, new: Any, where: str) -> None:
+        if not isinstance(new, torch.Tensor):
+            return
+        if self._mine is not None and new is self._mine[index]:
+            return  # the block's own copy: what changed in it is copied back when it waits
+        self._refuse_shared(index, where)
+        live = self._event.live(index, self._rows)
+        own = new.detach().to(live.device, live.dtype, copy=True)
+        self._event.put(index, self._rows, own, replace=True)
+        if self._mine is not None:
+            self._mine[index] = own
+            self._versions[index] = own._version
+            self._shown = self._build(self._mine)
+
+    def settle(self, where: str) -> None:
+        """Copy back what the block changed in place since it was served.
+
+        Raises:
+            ValueError: it changed a tensor that belongs to all requests of the step.
+        """
+        if self._mine is None:
+            return
+        for index, mine in enumerate(self._mine):
+            if isinstance(mine, torch.Tensor) and self._changed(index, mine):
+                self._refuse_shared(index, where)
+                self._versions[index] = mine._version
+                self._event.put(index, self._rows, mine, replace=False)
+
+    def _changed(self, index: int, mine: torch.Tensor) -> bool:
+        """Whether a copy was written to.
+
+        The version counter misses writes through `.numpy()` and `.data`; on a CPU the bytes tell.
+        """
+        if mine._version != self._versions[index]:
+            return True
+        return mine.device.type == "cpu" and not _same_bytes(
+            mine, self._event.live(index, self._rows)
+        )
+
+    def _refuse_shared(self, index: int, where: str) -> None:
+        if self._event.axis(index) is None:
+            raise ValueError(
+                f"{where} holds a tensor {describe(self._event.leaves[index])} without a row per "
+                "token: all requests of the step share it, so no block may change it."
+            )
+
+
+def _first_argument(arguments: tuple[tuple[Any, ...], dict[str, Any]], where: str) -> Any:
+    args, kwargs = arguments
+    if args:
+        return args[0]
+    if kwargs:
+        return next(iter(kwargs.values()))
+    raise ValueError(
+        f"{where} does not exist: the module was called without arguments. "
+        "`.inputs` gives its (empty) arguments."
+    )
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equality that holds for NaN too."""
+    return torch.equal(a, b) or torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    )
+
+
+def _version(leaf: Any) -> int:
+    return leaf._version if isinstance(leaf, torch.Tensor) else 0

@@ -1,0 +1,217 @@
+"""Blocks beside the forward passes of one model.
+
+A step is one forward pass. During it, the modules that a block waits for have their `forward`
+replaced on the instance; when the step ends they are as before. The order in which a model calls
+its modules is learned in the first step that has a block, with every module replaced; from then on
+a request for a location that has been passed is known at once, and only wanted modules are touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from midstream.errors import OutOfOrderError
+from midstream.interleaving.events import Event, Rows
+from midstream.interleaving.locations import ENGINE_ORDER, Location
+from midstream.interleaving.run import Run
+
+
+class Interleaver:
+    """Serves one model's locations to the blocks that wait for them.
+
+    Args:
+        modules: the model's modules by path, each once, as a block names them.
+    """
+
+    def __init__(self, modules: Mapping[str, torch.nn.Module]):
+        self._modules = modules
+        self._order: dict[Location, int] = {}
+        self._learned = False
+        self._waiting: dict[Location, list[Run]] = {}
+        self._rows: Mapping[Run, Rows] = {}
+        self._sizes: Sequence[int] = ()
+        self._position = -1
+        self._passed: set[Location] = set()
+        self._replaced: dict[str, tuple[torch.nn.Module, Any]] = {}
+        self._paused = False
+        self._in_phase = False
+        self.in_step = False
+
+    def begin_step(self, runs: Sequence[Run]) -> None:
+        """Begin a step with these blocks active; new ones execute up to their first access."""
+        self._position = -1
+        self._passed.clear()
+        self.in_step = True
+        for run in runs:
+            run.interleaver = self
+            if not run.started:
+                self._turn(run)
+
+    @contextmanager
+    def phase(self, rows: Mapping[Run, Rows], sizes: Sequence[int]) -> Iterator[None]:
+        """A part of the step in which modules run: the forward, then the head.
+
+        Args:
+            rows: the rows of each active block's request.
+            sizes: lengths along which a tensor counts as one row per request or token.
+        """
+        self._rows, self._sizes, self._in_phase = rows, sizes, True
+        try:
+            for path in self._paths_to_replace():
+                self._replace(path)
+            yield
+        finally:
+            self._in_phase = False
+            self._restore()
+
+    def finish_step(self, *, learned: bool = True) -> None:
+        """End the step: a block that still waits asked for what this step did not reach.
+
+        Args:
+            learned: whether the step ran all its phases, so that the order of modules is known.
+        """
+        waiting, self._waiting = self._waiting, {}
+        for location, runs in waiting.items():
+            for run in runs:
+                run.resume(
+                    OutOfOrderError(
+                        f"'{location.label(run.visit)}' did not run in this step. "
+                        "The block asked for it, and the step ended without it."
+                    )
+                )
+        self._learned = self._learned or learned
+        self.in_step = False
+
+    def hand_over(
+        self,
+        location: Location,
+        value: Any,
+        rows: Mapping[Run, Rows] | None = None,
+        sizes: Sequence[int] = (),
+        check: Callable[[torch.Tensor], None] | None = None,
+    ) -> Any:
+        """Offer a value to the blocks that wait for it.
+
+        Args:
+            value: what the model goes on with unless a block changes it.
+            rows, sizes: as in ``phase``, for a value that is handed over outside one.
+            check: raises for a tensor that no block may write here.
+
+        Returns:
+            The value the model goes on with.
+        """
+        self._pass(location)
+        runs = self._waiting.pop(location, None)
+        if not runs:
+            return value
+        if rows is None:
+            rows, sizes = self._rows, self._sizes
+        try:
+            event = Event(value, sizes, [rows[run] for run in runs], check)
+            for run in runs:
+                self._serve(run, location, event, rows[run])
+            return event.result()
+        except Exception as error:  # noqa: BLE001  # whatever goes wrong here, the forward goes on
+            for run in runs:
+                run.fail(error)
+            return value
+
+    def _serve(self, run: Run, location: Location, event: Event, rows: Rows) -> None:
+        """Give one block its rows, let it execute, and take back what it changed."""
+        served = event.serve(rows)
+        run.served = {location: served}
+        run.resume()
+        run.served = {}
+        try:
+            served.settle(location.label(run.visit))
+        except Exception as error:  # noqa: BLE001  # a failed copy is the block's error, never the engine's
+            run.fail(error) if run.done else run.resume(error)
+        self._after(run)
+
+    def _turn(self, run: Run) -> None:
+        run.resume()
+        self._after(run)
+
+    def _after(self, run: Run) -> None:
+        if not run.done and run.wanted is not None:
+            self._wait(run, run.wanted)
+
+    def _wait(self, run: Run, location: Location) -> None:
+        self._waiting.setdefault(location, []).append(run)
+        if self._in_phase and location not in ENGINE_ORDER:
+            self._replace(location.path)
+
+    def check(self, run: Run, location: Location) -> None:
+        """Refuse a location that this step has passed.
+
+        Raises:
+            OutOfOrderError: naming the location and where the block stands.
+        """
+        if not self.in_step:
+            raise OutOfOrderError(
+                f"'{location.label(run.visit)}' was requested after the forward pass ended."
+            )
+        index = ENGINE_ORDER.get(location, self._order.get(location))
+        if location not in self._passed and (index is None or index > self._position):
+            return
+        text = f"'{location.label(run.visit)}' was requested but the model already ran past it"
+        if run.marks is not None:
+            served, line = run.marks
+            text += (
+                f": the block had already been given '{served.label(run.visit)}'. "
+                f"Move this access above line {line}"
+            )
+        raise OutOfOrderError(text + ".")
+
+    def _pass(self, location: Location) -> None:
+        index = ENGINE_ORDER.get(location, self._order.get(location))
+        if index is None and not self._learned:
+            index = self._order[location] = len(self._order)
+        if index is None:  # a module the first step did not call: its place in the order is unknown
+            self._passed.add(location)
+        else:
+            self._position = max(self._position, index)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let modules run untraced, for a call that a block makes itself."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _paths_to_replace(self) -> list[str]:
+        if not self._learned:
+            return list(self._modules)
+        return [location.path for location in self._waiting if location not in ENGINE_ORDER]
+
+    def _replace(self, path: str) -> None:
+        module = self._modules.get(path)
+        if module is None or path in self._replaced:
+            return
+        self._replaced[path] = (module, module.__dict__.get("forward"))
+        module.forward = self._traced(path, module.forward)  # type: ignore[method-assign]
+
+    def _restore(self) -> None:
+        for module, own in self._replaced.values():
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+        self._replaced.clear()
+
+    def _traced(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        entry, leave = Location(path, "input"), Location(path, "output")
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            if self._paused:
+                return forward(*args, **kwargs)
+            args, kwargs = self.hand_over(entry, (args, kwargs))
+            return self.hand_over(leave, forward(*args, **kwargs))
+
+        return traced

@@ -1,0 +1,28 @@
+"""Names of the places where a block can meet a forward pass."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Location(NamedTuple):
+    """One side of one module, or one of the engine's own hand-overs.
+
+    ``path`` is the module's dotted path below the model's root ("" is the root itself);
+    ``side`` is "input" or "output" for modules, "logits" or "samples" for the engine.
+    """
+
+    path: str
+    side: str
+
+    def label(self, visit: int) -> str:
+        """The location as errors show it, with the visit counted from the block's start."""
+        parts = ["model", self.path, self.side, f"i{visit}"]
+        return ".".join(part for part in parts if part)
+
+
+LOGITS = Location("", "logits")
+SAMPLES = Location("", "samples")
+
+ENGINE_ORDER = {LOGITS: 1 << 40, SAMPLES: (1 << 40) + 1}
+"""Position of the engine's own hand-overs: after every module of the forward."""

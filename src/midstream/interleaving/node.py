@@ -1,0 +1,245 @@
+"""The module tree as users navigate it: attributes are submodules, `.output` is a location."""
+
+from __future__ import annotations
+
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from midstream.errors import MidstreamWarning
+from midstream.interleaving.locations import Location
+from midstream.interleaving.run import current_run
+from midstream.interleaving.structure import flatten
+
+_SERVED = ("output", "input", "inputs", "get", "named_modules", "modules")
+
+
+class Node:
+    """One module of the tree.
+
+    Outside a block it navigates and prints. Inside one, ``output``, ``inputs`` and ``input`` are
+    the values of the forward pass at this module, readable and assignable, and calling the node
+    runs its module on the block's own values, untraced.
+    """
+
+    def __init__(self, module: torch.nn.Module, path: str, tree: Tree):
+        self._module, self._path, self._tree = module, path, tree
+        self._children: dict[str, Node] = {}
+        self._aliases: dict[str, Node] = {}
+        self._enter, self._leave = Location(path, "input"), Location(path, "output")
+
+    @property
+    def path(self) -> str:
+        """Dotted path below the model's root; "" for the root."""
+        return self._path
+
+    @property
+    def output(self) -> Any:
+        """What the module returned in this step: this request's rows of every tensor in it.
+
+        Raises:
+            OutOfOrderError: the step has passed the module, or ends without calling it.
+            NotInTraceError: outside a running block.
+        """
+        return self._tree.run(self, "output").at(self._leave).read()
+
+    @output.setter
+    def output(self, value: Any) -> None:
+        run = self._tree.run(self, "output")
+        run.at(self._leave).write(value, self._leave.label(run.visit))
+
+    @property
+    def inputs(self) -> Any:
+        """What the module is called with in this step: ``(args, kwargs)``, this request's rows."""
+        return self._tree.run(self, "inputs").at(self._enter).read()
+
+    @inputs.setter
+    def inputs(self, value: Any) -> None:
+        run = self._tree.run(self, "inputs")
+        run.at(self._enter).write(value, self._enter.label(run.visit))
+
+    @property
+    def input(self) -> Any:
+        """The first positional argument, else the first keyword argument."""
+        run = self._tree.run(self, "input")
+        return run.at(self._enter).read_first(self._enter.label(run.visit))
+
+    @input.setter
+    def input(self, value: Any) -> None:
+        run = self._tree.run(self, "input")
+        run.at(self._enter).write_first(value, self._enter.label(run.visit))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on the block's own values. Nothing in it is traced.
+
+        Tensors are copied first: kernels that work in place must not change the block's values.
+        """
+        run = self._tree.run(self, "a call")
+        leaves, build = flatten((args, kwargs))
+        args, kwargs = build([_argument(leaf) for leaf in leaves])
+        assert run.interleaver is not None
+        with run.interleaver.paused():
+            return self._module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_children", "_aliases", "_module"):
+            raise AttributeError(name)
+        child = self._children.get(name) or self._aliases.get(name)
+        if child is not None:
+            return child
+        try:
+            return getattr(self._module, name)
+        except AttributeError:
+            raise AttributeError(self._unknown(name)) from None
+
+    def _unknown(self, name: str) -> str:
+        known = ", ".join(self._children) or "none"
+        where = f"'{self._path}'" if self._path else "the model"
+        return (
+            f"{where} ({type(self._module).__name__}) has no submodule or attribute '{name}'. "
+            f"Its submodules: {known}."
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or isinstance(getattr(type(self), name, None), property):
+            object.__setattr__(self, name, value)
+        else:
+            raise AttributeError(
+                f"'{name}' of a module cannot be assigned. Assign `.output`, `.input` or "
+                "`.inputs`, or write into a value in place."
+            )
+
+    def __getitem__(self, key: int | str | slice) -> Any:
+        items = list(self._children.values())
+        if isinstance(key, str):
+            return self._children[key]
+        return items[key]
+
+    def __len__(self) -> int:
+        return len(self._children)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._children.values())
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __dir__(self) -> list[str]:
+        return [*object.__dir__(self), *self._children, *self._aliases]
+
+    def get(self, path: str) -> Any:
+        """The node at a dotted path below this one; a trailing served name gives its value."""
+        found: Any = self
+        for part in path.split(".") if path else ():
+            found = (
+                found[part] if isinstance(found, Node) and part.isdigit() else getattr(found, part)
+            )
+        return found
+
+    def named_modules(self) -> list[tuple[str, Node]]:
+        """(path, node) of all nodes below and including this one, children first."""
+        found = [pair for child in self._children.values() for pair in child.named_modules()]
+        return (
+            [*found, (self._path, self)]
+            if not found
+            else [*dict(found).items(), (self._path, self)]
+        )
+
+    def modules(
+        self, include_fn: Callable[[Node], bool] | None = None, names: bool = False
+    ) -> list[Any]:
+        """All nodes below and including this one, children first.
+
+        Args:
+            include_fn: keeps only nodes for which it is true.
+            names: give (path, node) pairs.
+        """
+        pairs = [(p, n) for p, n in self.named_modules() if include_fn is None or include_fn(n)]
+        return pairs if names else [node for _, node in pairs]
+
+    def __repr__(self) -> str:
+        if not self._children:
+            return repr(self._module)
+        names = {id(node): alias for alias, node in self._aliases.items()}
+        lines = [f"{type(self._module).__name__}("]
+        for name, child in self._children.items():
+            shown = f"{name}, {names[id(child)]}" if id(child) in names else name
+            body = repr(child).replace("\n", "\n  ")
+            lines.append(f"  ({shown}): {body}")
+        return "\n".join([*lines, ")"])
+
+
+def _argument(leaf: Any) -> Any:
+    if isinstance(leaf, Node):
+        return leaf._module
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+class Tree:
+    """All nodes of one model. A module reachable by two paths is one node, at its first path.
+
+    Args:
+        root: the model.
+        rename: further names, by module path ("model.layers") or last part of one ("layers"):
+            a name or a list of names.
+
+    Raises:
+        ValueError: a renamed path does not exist.
+    """
+
+    def __init__(self, root: torch.nn.Module, rename: Mapping[str, str | list[str]] | None = None):
+        self._by_module: dict[int, Node] = {}
+        self.nodes: dict[str, Node] = {}
+        self.root = self._build(root, "")
+        for path, names in (rename or {}).items():
+            self._alias(path, [names] if isinstance(names, str) else list(names))
+
+    def _build(self, module: torch.nn.Module, path: str) -> Node:
+        known = self._by_module.get(id(module))
+        if known is not None:
+            return known
+        node = self._by_module[id(module)] = self.nodes[path] = Node(module, path, self)
+        for name, child in module.named_children():
+            node._children[_mounted(name, path)] = self._build(child, f"{path}.{name}".strip("."))
+        return node
+
+    def _alias(self, path: str, names: list[str]) -> None:
+        found = [
+            (parent, node)
+            for parent in self.nodes.values()
+            for name, node in parent._children.items()
+            if node.path == path or ("." not in path and name == path)
+        ]
+        if not found:
+            raise ValueError(
+                f"rename: no module is called '{path}'. Print the model to see its paths."
+            )
+        for parent, node in found:
+            parent._aliases.update(dict.fromkeys(names, node))
+        if "." in path:  # a full path is also reachable from the root
+            self.root._aliases.update(dict.fromkeys(names, found[0][1]))
+
+    @property
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """Modules by path, each once."""
+        return {path: node._module for path, node in self.nodes.items()}
+
+    def run(self, node: Node, what: str) -> Any:
+        """The executing block's run."""
+        return current_run(f"`{what}` of '{node.path or 'model'}'")
+
+
+def _mounted(name: str, path: str) -> str:
+    """The attribute a submodule is reached by; one called like a served value moves aside."""
+    if name not in _SERVED:
+        return name
+    where = f"{path}.{name}".strip(".")
+    warnings.warn(
+        f"The submodule '{where}' is called like a served value; it is mounted as 'E_{name}'.",
+        MidstreamWarning,
+        stacklevel=4,
+    )
+    return f"E_{name}"

@@ -1,0 +1,147 @@
+"""One block beside one request: a greenlet that waits for locations of the forward pass."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import greenlet
+
+from midstream.errors import NotInTraceError
+from midstream.interleaving.generators import Generators
+from midstream.interleaving.locations import Location
+from midstream.interleaving.modes import BlockModes
+
+if TYPE_CHECKING:
+    from midstream.interleaving.events import Served
+    from midstream.interleaving.interleaver import Interleaver
+
+
+class _BlockGreenlet(greenlet.greenlet):
+    """A greenlet that knows its run, so that `node.output` finds it without a table."""
+
+    block_run: Run | None = None
+
+
+def current_run(what: str) -> Run:
+    """The run whose block is executing, for an access named by ``what``.
+
+    Raises:
+        NotInTraceError: outside a running block.
+    """
+    run = getattr(greenlet.getcurrent(), "block_run", None)
+    if run is None:
+        raise NotInTraceError(
+            f"{what} was asked for outside a running block. Values of the forward pass exist only "
+            "inside `with model.trace(...)`; save what you need there with `.save()`."
+        )
+    return run  # type: ignore[no-any-return]
+
+
+class Run:
+    """One block's execution. It is switched into by the forward thread, never by another.
+
+    Attributes:
+        visit: step of the request the block is in, counted from 0 (the prefill).
+        wanted: the location the block waits for; None while it executes or when it is done.
+        error: what the block raised, if it did.
+        marks: (location, line) of the last value served, for error texts.
+    """
+
+    def __init__(self, target: Callable[[], None], *, seed: int = 0):
+        self._target = target
+        self._greenlet = _BlockGreenlet(self._main)
+        self._greenlet.block_run = self
+        self._modes = BlockModes()
+        self._generators: Generators | None = None
+        self._seed = seed
+        self.interleaver: Interleaver | None = None
+        self.visit = 0
+        self.wanted: Location | None = None
+        self.served: dict[Location, Served] = {}
+        self.error: BaseException | None = None
+        self.marks: tuple[Location, int] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the block has ended, by itself or by an error."""
+        return bool(self._greenlet.dead)
+
+    @property
+    def started(self) -> bool:
+        """Whether the block has begun to execute."""
+        return bool(self._greenlet) or self.done
+
+    def resume(self, error: BaseException | None = None) -> None:
+        """Let the block execute until it waits again or ends.
+
+        Args:
+            error: raised inside the block, at the line where it waits.
+        """
+        if self.done:
+            return
+        self._greenlet.parent = greenlet.getcurrent()
+        self.wanted = None
+        generators = self._generators or Generators.seeded(self._seed)
+        engine = generators.install()
+        try:
+            with self._modes:
+                if error is None:
+                    self._greenlet.switch()
+                else:
+                    self._greenlet.throw(error)
+        finally:
+            self._generators = engine.install()
+
+    def kill(self) -> None:
+        """Unwind the block where it waits; its `finally` clauses run, nothing is recorded."""
+        if not self.done:
+            self.resume(greenlet.GreenletExit())
+
+    def fail(self, error: BaseException) -> None:
+        """End the block with an error that the machinery, not the block, met."""
+        self.kill()
+        self.error = error
+
+    def _main(self) -> None:
+        try:
+            self._target()
+        except greenlet.GreenletExit:
+            pass
+        except BaseException as error:  # noqa: BLE001  # a block may raise anything, and the engine lives on
+            self.error = error
+
+    # Called from inside the block's greenlet.
+
+    def at(self, location: Location) -> Served:
+        """What is served at a location, waiting for the forward to reach it.
+
+        Raises:
+            OutOfOrderError: this step has passed the location, or ended without it.
+        """
+        served = self.served.get(location)
+        if served is None:
+            served = self._wait(location)
+        return served
+
+    def _wait(self, location: Location) -> Served:
+        line = _line_of_block()
+        if self.interleaver is None:
+            raise NotInTraceError(f"{location.label(self.visit)} was asked for outside a forward.")
+        self.interleaver.check(self, location)
+        self.wanted = location
+        parent = self._greenlet.parent
+        assert parent is not None
+        parent.switch()
+        self.marks = (location, line)
+        return self.served[location]
+
+
+def _line_of_block() -> int:
+    """Line of the nearest frame outside this package: the user's."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__package__") == __package__:
+        frame = frame.f_back
+    return frame.f_lineno if frame is not None else 0

@@ -1,0 +1,63 @@
+"""What every model of midstream has: the module tree, and ways to walk it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from midstream.interleaving.node import Node, Tree
+
+
+class Model:
+    """A model as users hold it: its attributes are the modules of the tree.
+
+    Args:
+        root: the `torch.nn.Module` whose tree is navigated; its tensors may be on the meta device.
+        rename: further names for modules, see ``Tree``.
+    """
+
+    _tree: Tree | None = None
+
+    def __init__(
+        self, root: torch.nn.Module, rename: Mapping[str, str | list[str]] | None = None
+    ):
+        self._tree = Tree(root, rename)
+
+    @property
+    def tree(self) -> Tree:
+        """The module tree."""
+        assert self._tree is not None
+        return self._tree
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or self._tree is None:
+            raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
+        return getattr(self._tree.root, name)
+
+    def get(self, path: str) -> Any:
+        """The node at a dotted path, such as "model.layers.3.mlp".
+
+        Inside a block a trailing served name ("model.layers.3.mlp.output") gives the value.
+        """
+        return self.tree.root.get(path)
+
+    def named_modules(self) -> list[tuple[str, Node]]:
+        """(path, node) of all modules, children first."""
+        return self.tree.root.named_modules()
+
+    def modules(
+        self, include_fn: Callable[[Node], bool] | None = None, names: bool = False
+    ) -> list[Any]:
+        """All nodes, children first, see ``Node.modules``."""
+        return self.tree.root.modules(include_fn, names)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.tree.root)
+
+    def __dir__(self) -> list[str]:
+        return [*object.__dir__(self), *(dir(self._tree.root) if self._tree else ())]
+
+    def __repr__(self) -> str:
+        return repr(self.tree.root)

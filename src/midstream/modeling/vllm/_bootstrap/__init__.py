@@ -1,0 +1,1 @@
+"""Files an engine process on a CPU starts with; see `sitecustomize.py`."""

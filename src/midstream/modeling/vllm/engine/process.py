@@ -1,0 +1,103 @@
+"""An engine process and its client: the engine goes when the client goes, and says why it failed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+CLIENT = "MIDSTREAM_CLIENT"
+"""Environment variable: the client process, as "pid-starttime"."""
+
+REPORT = "MIDSTREAM_BUILD_REPORT"
+"""Environment variable: the file where a process that fails to start writes the cause."""
+
+_POLL = 1.0  # seconds between looks at the client
+
+_watching = False
+
+
+class Failure(msgspec.Struct):
+    """Why an engine process did not start."""
+
+    type: str
+    message: str
+    traceback: str
+
+
+def identity(pid: int | None = None) -> str:
+    """A process as "pid-starttime", which no later process shares."""
+    pid = pid or os.getpid()
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return f"{pid}-0"
+    return f"{pid}-{stat.rpartition(')')[2].split()[19]}"
+
+
+def client() -> str:
+    """The client this process works for: itself where the engine runs in process."""
+    return os.environ.get(CLIENT) or identity()
+
+
+def enter() -> None:
+    """Called by what vLLM builds in its processes: once there, follow the client.
+
+    The terminal's Ctrl-C is the client's to handle: it aborts requests and keeps the engine.
+    """
+    global _watching
+    owner = client()
+    if _watching or owner == identity():
+        return
+    _watching = True
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_follow, args=(owner,), name="midstream-client", daemon=True).start()
+
+
+def _follow(owner: str) -> None:
+    pid = int(owner.partition("-")[0])
+    while identity(pid) == owner:
+        time.sleep(_POLL)
+    from midstream.modeling.vllm.payloads import sweep
+
+    sweep()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Reporter(logging.Handler):
+    """Writes the first logged exception of this process to the report file."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        path = os.environ.get(REPORT)
+        if not path or record.exc_info is None or record.exc_info[1] is None:
+            return
+        error = record.exc_info[1]
+        text = logging.Formatter().formatException(record.exc_info)  # type: ignore[arg-type]
+        failure = Failure(type(error).__name__, str(error), text)
+        try:
+            with open(path, "ab") as file:
+                file.write(msgspec.json.encode(failure) + b"\n")
+        except OSError:
+            pass  # the client has read the report and removed it: the engine is up
+
+
+def report_build_failures() -> None:
+    """Have exceptions that vLLM logs while it starts written to the report, if one is asked for."""
+    logger = logging.getLogger("vllm")
+    if os.environ.get(REPORT) and not any(isinstance(h, _Reporter) for h in logger.handlers):
+        logger.addHandler(_Reporter(logging.ERROR))
+
+
+def read_failures(path: Path) -> list[Failure]:
+    """What the engine's processes reported, first failure first."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return []
+    return [msgspec.json.decode(line, type=Failure) for line in lines if line]

@@ -1,0 +1,56 @@
+"""vLLM's GPU worker with blocks beside its model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+
+from midstream.errors import EngineBuildError
+from midstream.modeling.vllm.engine import process
+from midstream.modeling.vllm.engine.adapter import BlockRunner
+
+
+class BlockWorkerMixin:
+    """Mixed in before one of vLLM's workers."""
+
+    model_runner: Any
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        process.report_build_failures()
+        process.enter()
+        super().__init__(*args, **kwargs)
+
+    def midstream_live(self) -> int:
+        """How many blocks this rank holds."""
+        return len(self.model_runner.blocks)
+
+
+def refuse_other_runner(runner: object, expected: type) -> None:
+    """Refuse a runner midstream does not work with.
+
+    Raises:
+        EngineBuildError: naming its class.
+    """
+    if type(runner) is not expected:
+        raise EngineBuildError(
+            f"vLLM made a {type(runner).__module__}.{type(runner).__name__} to run the model; "
+            f"midstream works with {expected.__module__}.{expected.__name__} only. Leave out what "
+            "selects another runner."
+        )
+
+
+class GPUBlockRunner(BlockRunner, GPUModelRunner):  # type: ignore[misc]
+    """vLLM's model runner with blocks."""
+
+
+class BlockWorker(BlockWorkerMixin, Worker):  # type: ignore[misc]
+    """vLLM's GPU worker with blocks; a user's own `worker_cls` subclasses this."""
+
+    def _make_model_runner(self) -> Any:
+        if not self.use_v2_model_runner:
+            raise EngineBuildError("vLLM picked its older model runner for these settings.")
+        runner = GPUBlockRunner(self.vllm_config, self.device)
+        runner.client = process.client()
+        return runner

@@ -1,0 +1,40 @@
+"""Locations of the engine itself, beside those of the model's modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from midstream.interleaving.locations import LOGITS, SAMPLES, Location
+from midstream.interleaving.run import current_run
+from midstream.modeling.base import Model
+
+
+class EngineModel(Model):
+    """A model served by vLLM: the tree of vLLM's modules, and the engine's own hand-overs."""
+
+    @property
+    def logits(self) -> Any:
+        """Logits of this request before grammar mask and sampler: ``[1, vocab]``."""
+        return _read(LOGITS)
+
+    @logits.setter
+    def logits(self, value: Any) -> None:
+        _write(LOGITS, value)
+
+    @property
+    def samples(self) -> Any:
+        """The token id the sampler drew for this request: ``[1, 1]``, int64."""
+        return _read(SAMPLES)
+
+    @samples.setter
+    def samples(self, value: Any) -> None:
+        _write(SAMPLES, value)
+
+
+def _read(location: Location) -> Any:
+    return current_run(f"`model.{location.side}`").at(location).read()
+
+
+def _write(location: Location, value: Any) -> None:
+    run = current_run(f"`model.{location.side}`")
+    run.at(location).write(value, location.label(run.visit))

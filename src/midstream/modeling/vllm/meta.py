@@ -1,0 +1,111 @@
+"""The module tree of a checkpoint as vLLM builds it, without weights and without a GPU."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from midstream.errors import EngineBuildError
+
+_ONE_RANK = {
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "decode_context_parallel_size": 1,
+    "data_parallel_size": 1,
+}
+
+
+def build(repo: str, arguments: dict[str, Any]) -> tuple[torch.nn.Module, Any]:
+    """Build the tree on the meta device.
+
+    Args:
+        repo: checkpoint folder or repository id.
+        arguments: the engine's arguments; parallel sizes are taken as 1.
+
+    Returns:
+        The root module, and vLLM's model configuration.
+
+    Raises:
+        EngineBuildError: the settings select vLLM's older model runner.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    fixed = {**_ONE_RANK, "enforce_eager": True, "load_format": "dummy"}
+    for name in ("distributed_executor_backend", "worker_cls", "scheduler_cls"):
+        arguments = {key: value for key, value in arguments.items() if key != name}
+    config = EngineArgs(**{**arguments, **fixed, "model": repo}).create_engine_config()
+    refuse_old_runner(config)
+    with _one_rank_group(config):
+        return _initialize(config), config.model_config
+
+
+def refuse_old_runner(config: Any) -> None:
+    """Refuse a configuration for which vLLM picks its older model runner.
+
+    Raises:
+        EngineBuildError: naming the features that make it do so.
+    """
+    if not config.use_v2_model_runner:
+        why = ", ".join(config._get_v2_model_runner_unsupported_features())
+        raise EngineBuildError(
+            f"vLLM picks its older model runner for these settings ({why or 'Triton is missing'}), "
+            "and midstream does not work with that one. Leave the named features out."
+        )
+
+
+def _initialize(config: Any) -> torch.nn.Module:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    try:
+        with (
+            set_current_vllm_config(config),
+            set_default_torch_dtype(config.model_config.dtype),
+            torch.device("meta"),
+            _ReadableMeta(),
+        ):
+            root: torch.nn.Module = initialize_model(vllm_config=config)
+            return root.eval()
+    finally:
+        # vLLM shares rotary embeddings process-wide; an engine must not find these
+        rotary_embedding._ROPE_DICT.clear()
+
+
+class _ReadableMeta(TorchFunctionMode):
+    """Answers `.tolist()` of a meta tensor with zeros: some models read tables back when built."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.tolist and args[0].is_meta:
+            return torch.zeros(args[0].shape, device="cpu").tolist()
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _one_rank_group(config: Any) -> Iterator[None]:
+    """The parallel group that vLLM's layers ask for; taken down again at once."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{Path(folder) / 'store'}"
+        with set_current_vllm_config(config):
+            parallel_state.init_distributed_environment(1, 0, store, 0, "gloo")
+            parallel_state.ensure_model_parallel_initialized(1, 1)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_distributed_environment()

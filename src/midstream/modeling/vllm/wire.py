@@ -1,0 +1,10 @@
+"""Names under which midstream's data rides in vLLM's own messages."""
+
+KEY = "midstream"
+"""A block in `SamplingParams.extra_args`; records in `ModelRunnerOutput` and `EngineCoreOutput`."""
+
+RECORDS = "midstream-records"
+"""Request id of the one extra output a step carries when blocks have closed in it."""
+
+MODEL, TRACER, TOKENIZER, NODE = "model", "tracer", "tokenizer", "node"
+"""References by which a block names the model's own objects; `node:<path>` is a module."""
