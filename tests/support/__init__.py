@@ -1,0 +1,1 @@
+"""What the tests stand on: tiny checkpoints and the right answers for them."""
