@@ -16,8 +16,12 @@ def class_name(cls: type) -> tuple[str, str]:
     """
     if "<" in cls.__qualname__:
         raise ValueError(f"the class {cls.__qualname__} is defined inside a function")
-    module = cls.__module__
-    return _MAIN_ALIASES.get(module, module), cls.__qualname__
+    return module_of(cls), cls.__qualname__
+
+
+def module_of(cls: type) -> str:
+    """Return the name of a class's module as the client's process knows it."""
+    return _MAIN_ALIASES.get(cls.__module__, cls.__module__)
 
 
 def find_class(module: str, qualname: str) -> type | None:

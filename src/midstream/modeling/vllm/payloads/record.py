@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from midstream.modeling.vllm.payloads.lookup import find_class
+from midstream.modeling.vllm.payloads.lookup import find_class, module_of
 
 # One per file, as Python keeps one per module: a warning in a loop of traces shows once.
 _REGISTRIES: dict[str, dict[Any, Any]] = {}
@@ -51,10 +51,11 @@ class BlockError:
     def of(cls, error: BaseException, traceback_text: str) -> BlockError:
         """Describe `error`; never raises, whatever the exception's own methods do."""
         kind = type(error)
-        module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
         notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
         message = _message_of(error)
-        return cls(module, kind.__qualname__, message, traceback_text, list(error.args), notes)
+        return cls(
+            module_of(kind), kind.__qualname__, message, traceback_text, _args_of(error), notes
+        )
 
     def rebuild(self) -> BaseException | None:
         """Make the exception itself, without running its type's own ``__init__``.
@@ -75,8 +76,9 @@ class BlockError:
         made = cls.__new__(cls, *self.args)
         if not isinstance(made, cls):
             return None
+        if not isinstance(made, OSError):  # which has taken its file names out of them
+            made.args = tuple(self.args)
         _initialise_builtin_part(made, self.args)
-        made.args = tuple(self.args)
         for note in self.notes:
             made.add_note(note)
         return made
@@ -96,9 +98,8 @@ class BlockWarning:
     def of(cls, caught: warnings.WarningMessage) -> BlockWarning:
         """Describe a warning that ``warnings.catch_warnings(record=True)`` caught."""
         kind = caught.category
-        module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
         text = str(caught.message)
-        return cls(module, kind.__qualname__, text, caught.filename, caught.lineno)
+        return cls(module_of(kind), kind.__qualname__, text, caught.filename, caught.lineno)
 
     def emit(self) -> None:
         """Warn in this process as if the user's line had run here.
@@ -159,6 +160,14 @@ def _message_of(error: BaseException) -> str:
         return str(error)
     except Exception as second:  # noqa: BLE001 - a user's __str__ may raise anything
         return f"<no text: str() of the exception raised {type(second).__name__}>"
+
+
+def _args_of(error: BaseException) -> list[Any]:
+    # An OSError moves its file names from `args` to fields; its constructor takes them last.
+    if not isinstance(error, OSError) or error.filename is None:
+        return list(error.args)
+    second = [] if error.filename2 is None else [None, error.filename2]
+    return [*error.args, error.filename, *second]
 
 
 def _initialise_builtin_part(error: BaseException, args: Sequence[Any]) -> None:
