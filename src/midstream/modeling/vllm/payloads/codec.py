@@ -1,0 +1,172 @@
+"""Records to one message, in the engine; one message to records, in the client."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar, cast
+
+import msgspec
+import torch
+
+from midstream.errors import TransportError
+from midstream.modeling.vllm.payloads import segments
+from midstream.modeling.vllm.payloads.buffers import Buffers
+from midstream.modeling.vllm.payloads.decode import Bytes, Decoder
+from midstream.modeling.vllm.payloads.encode import Encoder
+from midstream.modeling.vllm.payloads.nodes import Message, Node, RecordNode
+from midstream.modeling.vllm.payloads.record import BlockError, BlockWarning, Print, Record
+
+INLINE_LIMIT = 64 * 1024  # bytes; beyond it a segment costs less than copying through the engine
+FALLBACK_LIMIT = 1 << 30  # bytes; msgpack and the engine's sockets stop at 4 GiB for a message
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Message)
+_T = TypeVar("_T")
+
+
+def pack(records: Sequence[Record], *, owner: str, inline_limit: int = INLINE_LIMIT) -> bytes:
+    """Write all records of a step into one message.
+
+    A save that cannot travel is left out and becomes its record's error; the record's other
+    saves and the other records are not touched. Tensors may be on any device.
+
+    Args:
+        records: The records.
+        owner: The client that will unpack the message, as `segments.owner_id` names it.
+        inline_limit: Up to this many bytes of tensors, arrays and long bytes ride in the message;
+            more go to one shared memory segment, or into the message where that is full.
+    """
+    buffers = Buffers()
+    nodes = [_record_node(record, buffers) for record in records]
+    views = buffers.views()
+    handle = _segment(views, owner) if sum(buffers.sizes) > inline_limit else None
+    if handle is None and sum(buffers.sizes) > max(inline_limit, FALLBACK_LIMIT):
+        return pack(list(map(_too_large, records)), owner=owner, inline_limit=sys.maxsize)
+    inline = cast("list[bytearray]", [] if handle else views)  # on the wire both are bytes
+    return _ENCODER.encode(Message(nodes, buffers.sizes, inline, handle))
+
+
+def unpack(data: bytes) -> list[Record]:
+    """Read what `pack` wrote. Call it once for a message: it removes the segment's name.
+
+    Tensors and arrays are writable, on the CPU, and hold the message's memory until the last of
+    them goes. A save whose class is not loaded in this process becomes its record's error.
+
+    Raises:
+        TransportError: `data` is no such message, or its segment is gone.
+    """
+    try:
+        message = _DECODER.decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise TransportError(f"not a message of midstream's engine half: {error}") from error
+    # Tensors made in inference mode could not be used in autograd afterwards.
+    with torch.inference_mode(False):
+        found = Bytes(message)
+        return [_record(node, Decoder(found)) for node in message.records]
+
+
+def _segment(views: list[memoryview], owner: str) -> segments.Handle | None:
+    try:
+        return segments.write(views, owner)
+    except OSError:  # full, or not to be written: the message itself is the other way
+        return None
+
+
+def _record_node(record: Record, buffers: Buffers) -> RecordNode:
+    encoder = Encoder(buffers)
+    problems: list[TransportError] = []
+    saves = []
+    for name, value in record.saves.items():
+        try:
+            saves.append((encoder.node(name), encoder.encode(value, f"saves[{name!r}]")))
+        except TransportError as problem:
+            problems.append(problem)
+    try:
+        extra = encoder.encode(record.extra, "extra")
+    except TransportError as problem:
+        problems.append(problem)
+        extra = encoder.node({})
+    error = _with_problems(record.error, problems)
+    return RecordNode(
+        record.request_id,
+        saves,
+        encoder.node(error and dataclasses.replace(error, args=_sendable(encoder, error.args))),
+        encoder.node(record.warnings),
+        encoder.node(record.prints),
+        extra,
+    )
+
+
+def _with_problems(
+    error: BlockError | None, problems: Sequence[TransportError]
+) -> BlockError | None:
+    """Return the record's own error, or the first problem; further problems become notes."""
+    if not problems:
+        return error
+    if error is None:
+        first, *problems = problems
+        error = BlockError.of(first, f"{type(first).__module__}.{type(first).__name__}: {first}\n")
+    notes = [*error.notes, *(f"also: {problem}" for problem in problems)]
+    return dataclasses.replace(error, notes=notes)
+
+
+def _sendable(encoder: Encoder, args: Sequence[Any]) -> list[Any]:
+    return list(_each_sendable(encoder, args))
+
+
+def _each_sendable(encoder: Encoder, args: Sequence[Any]) -> Iterator[Any]:
+    for value in args:
+        try:
+            encoder.encode(value, "args")
+            yield value
+        except TransportError:
+            yield _repr(value)
+
+
+def _repr(value: object) -> str:
+    try:
+        return repr(value)
+    except Exception:  # noqa: BLE001 - a user's __repr__ may raise anything
+        return object.__repr__(value)
+
+
+def _too_large(record: Record) -> Record:
+    problem = TransportError(
+        f"the saves are too large for the shared memory folder {segments.folder()}, which is "
+        "full: save less, or give it more space (docker: --shm-size)"
+    )
+    return dataclasses.replace(record, saves={}, error=_with_problems(record.error, [problem]))
+
+
+def _record(node: RecordNode, decoder: Decoder) -> Record:
+    problems: list[TransportError] = []
+    saves = {}
+    for key, value in node.saves:
+        name = _only(decoder.decode(key, "the name of a save"), str)
+        try:
+            saves[name] = decoder.decode(value, f"saves[{name!r}]")
+        except TransportError as problem:
+            problems.append(problem)
+    error = decoder.decode(node.error, "an error")
+    return Record(
+        request_id=node.request_id,
+        saves=saves,
+        error=_with_problems(error and _only(error, BlockError), problems),
+        warnings=_all(decoder, node.warnings, BlockWarning),
+        prints=_all(decoder, node.prints, Print),
+        extra=_only(decoder.decode(node.extra, "extra"), dict),
+    )
+
+
+def _all(decoder: Decoder, node: Node, cls: type[_T]) -> list[_T]:
+    found = _only(decoder.decode(node, f"a list of {cls.__name__}"), list)
+    return [_only(item, cls) for item in found]
+
+
+def _only(value: object, cls: type[_T]) -> _T:
+    if not isinstance(value, cls):
+        raise TransportError(f"a message of the engine has a {type(value).__name__} in place "
+                             f"of a {cls.__name__}")  # fmt: skip
+    return value

@@ -1,0 +1,245 @@
+"""Nodes to values, in the client. Nothing is imported and no user's ``__init__`` runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import enum
+import functools
+import math
+import operator
+import zoneinfo
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from midstream.errors import TransportError
+from midstream.modeling.vllm.payloads import nodes, segments
+from midstream.modeling.vllm.payloads.arrays import dtype_of
+from midstream.modeling.vllm.payloads.lookup import find_class
+from midstream.modeling.vllm.payloads.record import OnDevice
+
+
+class Bytes:
+    """The buffers of a message; maps its segment.
+
+    Raises:
+        TransportError: The segment is gone, or the bytes are not as many as the message says.
+    """
+
+    def __init__(self, message: nodes.Message) -> None:
+        self._sizes = message.sizes
+        self._inline = message.inline
+        self._offsets, total = segments.layout(message.sizes)
+        self._segment = None if message.segment is None else segments.open_(message.segment)
+        if self._segment is None:
+            fits = [len(data) for data in message.inline] == message.sizes
+        else:
+            fits = self._segment.nbytes == total and min(message.sizes) >= 0
+        if not fits:
+            raise TransportError("a message of the engine does not hold the bytes it announces")
+
+    def at(self, index: int) -> tuple[bytearray | memoryview, int, int]:
+        """Return the memory that holds a buffer, its offset in it and its size, in bytes."""
+        if not 0 <= index < len(self._sizes):
+            raise TransportError(f"buffer {index} of {len(self._sizes)}")
+        if self._segment is None:
+            return self._inline[index], 0, self._sizes[index]
+        return self._segment, self._offsets[index], self._sizes[index]
+
+
+class Decoder:
+    """Turns the nodes of one record into values; tensors are views of `data`, not copies."""
+
+    def __init__(self, data: Bytes) -> None:
+        self._data = data
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    def decode(self, node: nodes.Node, name: str) -> Any:
+        """Make the value of a node; `name` is how an error refers to it.
+
+        Raises:
+            TransportError: A class is not loaded in this process, or the node makes no sense.
+        """
+        try:
+            return self.value(node)
+        except TransportError as error:
+            raise TransportError(f"{name} cannot be received: {error}") from None
+        except Exception as error:
+            raise TransportError(
+                f"{name} cannot be received: {type(error).__name__}: {error}"
+            ) from error
+
+    def value(self, node: nodes.Node) -> Any:
+        """Make the value of a node inside one that `decode` was called with."""
+        read = _READERS.get(type(node))
+        return node if read is None else read(self, node)
+
+    def values(self, several: Iterable[nodes.Node]) -> list[Any]:
+        """Make the values of nodes."""
+        return [self.value(node) for node in several]
+
+    def tensor(self, node: nodes.Tensor) -> torch.Tensor:
+        """Make a tensor: the same object for the same buffer."""
+        known = self._tensors.get(node.buffer)
+        if known is None:
+            known = self._tensors[node.buffer] = self._new_tensor(node)
+        return known
+
+    def array(self, node: nodes.Array) -> np.ndarray[Any, Any]:
+        """Make a numpy array."""
+        dtype = dtype_of(node.dtype)
+        memory, offset, count = self._located(node, dtype.itemsize)
+        if not count * dtype.itemsize:
+            return np.empty(node.shape, dtype)
+        return np.ndarray(node.shape, dtype, buffer=memory, offset=offset)
+
+    def blob(self, node: nodes.Blob) -> bytes | bytearray:
+        """Copy long bytes, or a bytearray, out of the message."""
+        memory, offset, size = self._data.at(node.buffer)
+        found = memoryview(memory)[offset : offset + size]
+        return bytearray(found) if node.mutable else bytes(found)
+
+    def _new_tensor(self, node: nodes.Tensor) -> torch.Tensor:
+        dtype = nodes.DTYPES[node.dtype]
+        memory, offset, count = self._located(node, dtype.itemsize)
+        if not count:
+            return torch.empty(node.shape, dtype=dtype, device="cpu")
+        flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+        return flat if len(node.shape) == 1 else flat.view(node.shape)
+
+    def _located(
+        self, node: nodes.Tensor | nodes.Array, itemsize: int
+    ) -> tuple[bytearray | memoryview, int, int]:
+        memory, offset, size = self._data.at(node.buffer)
+        count = math.prod(node.shape)
+        if count * itemsize != size:
+            raise TransportError(f"{size} bytes for shape {list(node.shape)} of {node.dtype}")
+        return memory, offset, count
+
+
+def _made(decoder: Decoder, node: nodes.Made) -> Any:
+    return _MAKERS[node.kind](decoder.values(node.parts))
+
+
+def _map(decoder: Decoder, node: nodes.Map) -> dict[Any, Any]:
+    items = zip(decoder.values(node.keys), decoder.values(node.values), strict=True)
+    return OrderedDict(items) if node.ordered else dict(items)
+
+
+def _instance(decoder: Decoder, node: nodes.Instance) -> Any:
+    values = decoder.values(node.values)
+    cls = _loaded(node.cls)
+    if node.kind == "torch":
+        if not issubclass(cls, tuple) or vars(torch.return_types).get(node.cls[1]) is not cls:
+            raise TransportError(f"{_dotted(node.cls)} is none of torch.return_types")
+        return cls(values)
+    return (_named if node.kind == "namedtuple" else _dataclass)(cls, node, values)
+
+
+def _named(cls: type, node: nodes.Instance, values: list[Any]) -> Any:
+    if not issubclass(cls, tuple) or list(getattr(cls, "_fields", ())) != node.names:
+        raise TransportError(f"{_dotted(node.cls)} is no namedtuple of {node.names} here")
+    return tuple.__new__(cls, values)
+
+
+def _dataclass(cls: type, node: nodes.Instance, values: list[Any]) -> Any:
+    known = {field.name for field in dataclasses.fields(cls)} if _is_dataclass(cls) else set()
+    if not _is_dataclass(cls) or not known.issuperset(node.names):
+        raise TransportError(f"{_dotted(node.cls)} is no dataclass with {node.names} here")
+    made: Any = object.__new__(cls)
+    for name, value in zip(node.names, values, strict=True):
+        object.__setattr__(made, name, value)  # also where the class is frozen
+    return made
+
+
+def _is_dataclass(cls: type) -> bool:
+    return dataclasses.is_dataclass(cls)
+
+
+def _member(_: Decoder, node: nodes.Member) -> Any:
+    cls = _loaded(node.cls)
+    if not issubclass(cls, enum.Enum):
+        raise TransportError(f"{_dotted(node.cls)} is no enum here")
+    missing = [name for name in node.names if name not in cls.__members__]
+    if missing:
+        raise TransportError(f"the enum {_dotted(node.cls)} has no member {missing[0]} here")
+    members = [cls.__members__[name] for name in node.names]
+    if issubclass(cls, enum.Flag):
+        return functools.reduce(operator.or_, members) if members else cls(0)
+    return members[0]
+
+
+def _loaded(name: tuple[str, str]) -> type:
+    cls = find_class(*name)
+    if cls is None:
+        raise TransportError(
+            f"the type {_dotted(name)} is not loaded in this process: "
+            "import its module before the trace, or save its tensors or numbers instead"
+        )
+    return cls
+
+
+def _dotted(name: tuple[str, str]) -> str:
+    return ".".join(name)
+
+
+def _scalar(_: Decoder, node: nodes.Scalar) -> Any:
+    dtype = dtype_of(node.dtype)
+    if dtype.itemsize != len(node.data):
+        raise TransportError(f"{len(node.data)} bytes for a numpy scalar of {dtype}")
+    return np.ndarray((), dtype, buffer=node.data)[()]
+
+
+def _placed(decoder: Decoder, node: nodes.Placed) -> Any:
+    return OnDevice(decoder.value(node.value), node.device)
+
+
+def _datetime(parts: list[Any]) -> datetime.datetime:
+    text, fold, zone = parts
+    made = datetime.datetime.fromisoformat(text).replace(fold=fold)
+    return made if zone is None else made.replace(tzinfo=zoneinfo.ZoneInfo(zone))
+
+
+def _time(parts: list[Any]) -> datetime.time:
+    text, fold, zone = parts
+    made = datetime.time.fromisoformat(text).replace(fold=fold)
+    return made if zone is None else made.replace(tzinfo=zoneinfo.ZoneInfo(zone))
+
+
+_READERS: dict[type, Callable[[Decoder, Any], Any]] = {
+    nodes.Made: _made,
+    nodes.Numbers: lambda _, node: node.values,
+    nodes.Map: _map,
+    nodes.Instance: _instance,
+    nodes.Member: _member,
+    nodes.Tensor: Decoder.tensor,
+    nodes.Array: Decoder.array,
+    nodes.Scalar: _scalar,
+    nodes.Binary: lambda _, node: node.data,
+    nodes.Blob: Decoder.blob,
+    nodes.Placed: _placed,
+}
+
+_MAKERS: dict[str, Callable[[list[Any]], Any]] = {
+    "int": lambda parts: int(parts[0], 16),
+    "str": lambda parts: parts[0].decode("utf-8", "surrogatepass"),
+    "complex": lambda parts: complex(*parts),
+    "list": lambda parts: parts,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "range": lambda parts: range(*parts),
+    "slice": lambda parts: slice(*parts),
+    "ellipsis": lambda _: ...,
+    "datetime": _datetime,
+    "time": _time,
+    "date": lambda parts: datetime.date.fromisoformat(*parts),
+    "timedelta": lambda parts: datetime.timedelta(*parts),
+    "size": torch.Size,
+    "dtype": lambda parts: nodes.DTYPES[parts[0]],
+    "device": lambda parts: torch.device(*parts),
+}

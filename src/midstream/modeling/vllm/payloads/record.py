@@ -1,0 +1,178 @@
+"""What one request leaves behind when its block closes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from midstream.modeling.vllm.payloads.lookup import find_class, module_of
+
+# One per file, as Python keeps one per module: a warning in a loop of traces shows once.
+_REGISTRIES: dict[str, dict[Any, Any]] = {}
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """A saved value that is to arrive on `device` instead of the CPU.
+
+    The value travels through host memory all the same and comes back in this wrapper; whoever
+    binds the saves moves it, since only they know whether the client may use the device.
+    """
+
+    value: Any
+    device: str
+
+
+@dataclass
+class BlockError:
+    """An exception of a block, in a form that needs none of the block's own types.
+
+    Args:
+        type_module: Module of the exception's type.
+        type_name: Qualified name of the exception's type.
+        message: ``str(exception)``.
+        traceback: The traceback as text, with the user's file and line.
+        args: The exception's ``args``; those that cannot travel become their ``repr``.
+        notes: The exception's ``__notes__``.
+    """
+
+    type_module: str
+    type_name: str
+    message: str
+    traceback: str
+    args: list[Any] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, error: BaseException, traceback_text: str) -> BlockError:
+        """Describe `error`; never raises, whatever the exception's own methods do."""
+        kind = type(error)
+        notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
+        message = _message_of(error)
+        return cls(
+            module_of(kind), kind.__qualname__, message, traceback_text, _args_of(error), notes
+        )
+
+    def rebuild(self) -> BaseException | None:
+        """Make the exception itself, without running its type's own ``__init__``.
+
+        Returns None where the type cannot be imported here, is no exception or cannot be made
+        from its ``args``. The type's module is imported if it is not loaded yet.
+        """
+        try:
+            return self._rebuild()
+        except (Exception, SystemExit):  # noqa: BLE001 - importing and making run foreign code
+            return None
+
+    def _rebuild(self) -> BaseException | None:
+        importlib.import_module(self.type_module)
+        cls = find_class(self.type_module, self.type_name)
+        if cls is None or not issubclass(cls, BaseException):
+            return None
+        made = cls.__new__(cls, *self.args)
+        if not isinstance(made, cls):
+            return None
+        if not isinstance(made, OSError):  # which has taken its file names out of them
+            made.args = tuple(self.args)
+        _initialise_builtin_part(made, self.args)
+        for note in self.notes:
+            made.add_note(note)
+        return made
+
+
+@dataclass
+class BlockWarning:
+    """A warning that a block raised, with the user's file and line."""
+
+    category_module: str
+    category_name: str
+    message: str
+    filename: str
+    lineno: int
+
+    @classmethod
+    def of(cls, caught: warnings.WarningMessage) -> BlockWarning:
+        """Describe a warning that ``warnings.catch_warnings(record=True)`` caught."""
+        kind = caught.category
+        text = str(caught.message)
+        return cls(module_of(kind), kind.__qualname__, text, caught.filename, caught.lineno)
+
+    def emit(self) -> None:
+        """Warn in this process as if the user's line had run here.
+
+        The category falls back to UserWarning where its class is not loaded in this process.
+
+        Raises:
+            Warning: This process's filters turn the warning into an error.
+        """
+        registry = _REGISTRIES.setdefault(self.filename, {})
+        warnings.warn_explicit(
+            self._instance(),
+            None,
+            self.filename,
+            self.lineno,
+            registry=registry,
+        )
+
+    def _instance(self) -> Warning:
+        cls = find_class(self.category_module, self.category_name)
+        if cls is not None and issubclass(cls, Warning):
+            with contextlib.suppress(Exception):
+                return cls(self.message)
+        return UserWarning(self.message)
+
+
+@dataclass
+class Print:
+    """Text that a block wrote to a standard stream."""
+
+    stream: Literal["stdout", "stderr"]
+    text: str
+
+
+@dataclass
+class Record:
+    """Everything a request's block sends home when it closes.
+
+    Args:
+        request_id: The request.
+        saves: Saved values by name.
+        error: The exception that ended the block, or that kept a save from travelling.
+        warnings: What the block warned about, in order.
+        prints: What the block printed, in order.
+        extra: Anything else the two halves tell each other: numbers, text, lists, dicts.
+    """
+
+    request_id: str
+    saves: dict[str, Any] = field(default_factory=dict)
+    error: BlockError | None = None
+    warnings: list[BlockWarning] = field(default_factory=list)
+    prints: list[Print] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def _message_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as second:  # noqa: BLE001 - a user's __str__ may raise anything
+        return f"<no text: str() of the exception raised {type(second).__name__}>"
+
+
+def _args_of(error: BaseException) -> list[Any]:
+    # An OSError moves its file names from `args` to fields; its constructor takes them last.
+    if not isinstance(error, OSError) or error.filename is None:
+        return list(error.args)
+    second = [] if error.filename2 is None else [None, error.filename2]
+    return [*error.args, error.filename, *second]
+
+
+def _initialise_builtin_part(error: BaseException, args: Sequence[Any]) -> None:
+    # ImportError, SyntaxError, UnicodeDecodeError and others keep what str() shows in fields
+    # that only their built-in __init__ sets; that one runs no code of the user's.
+    base = next(cls for cls in type(error).__mro__ if cls.__module__ == "builtins")
+    with contextlib.suppress(Exception):
+        vars(base)["__init__"](error, *args)
