@@ -1,1 +1,5 @@
-"""vLLM: the client half users hold and the engine half that runs inside its workers."""
+"""vLLM: the client half users hold and the engine half that runs inside its processes."""
+
+from midstream.modeling.vllm.model import VLLM
+
+__all__ = ["VLLM"]

@@ -64,7 +64,7 @@ def _follow(owner: str) -> None:
     pid = int(owner.partition("-")[0])
     while identity(pid) == owner:
         time.sleep(_POLL)
-    from midstream.modeling.vllm.payloads import sweep
+    from midstream.modeling.vllm.payloads.segments import sweep
 
     sweep()
     os.kill(os.getpid(), signal.SIGKILL)

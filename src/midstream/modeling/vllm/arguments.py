@@ -1,0 +1,130 @@
+"""What users pass: checked early, refused with what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from midstream.errors import UnsupportedError
+
+GPU_WORKER = "midstream.modeling.vllm.engine.worker.BlockWorker"
+CPU_WORKER = "midstream.modeling.vllm.engine.cpu_worker.CPUBlockWorker"
+_SCHEDULER = "midstream.modeling.vllm.engine.scheduler.BlockScheduler"
+
+_ONE_ONLY = {
+    "data_parallel_size": "Run one engine per replica, each with its own VLLM.",
+    "tensor_parallel_size": "Leave it out: blocks run on one GPU for now.",
+    "pipeline_parallel_size": "Leave it out: blocks run on one GPU for now.",
+    "decode_context_parallel_size": "Leave it out: blocks run on one GPU for now.",
+    "prefill_context_parallel_size": "Leave it out: blocks run on one GPU for now.",
+}
+_ABSENT = {
+    "speculative_config": "A step would run tokens that are thrown away; leave it out.",
+    "enable_batch_sharded_sampling": "Each rank would see only some requests' logits; leave it out.",
+    "enable_sleep_mode": "A sleeping engine has no weights to run a block on; use `close()`.",
+    "enable_dbo": "It splits a step's rows in two; leave it out.",
+}
+
+
+def refuse(arguments: Mapping[str, Any]) -> None:
+    """Refuse engine arguments that blocks cannot work with.
+
+    Raises:
+        UnsupportedError: naming the argument, why, and what to write instead.
+    """
+    for name, instead in _ONE_ONLY.items():
+        if (arguments.get(name) or 1) > 1:
+            raise UnsupportedError(f"{name}={arguments[name]} is not supported. {instead}")
+    for name, instead in _ABSENT.items():
+        if arguments.get(name):
+            raise UnsupportedError(f"{name}={arguments[name]!r} is not supported. {instead}")
+    if arguments.get("runner", "auto") not in ("auto", "generate") or arguments.get("task"):
+        raise UnsupportedError(
+            "Only models that generate text are supported; pooling models have no steps to trace. "
+            "Leave `runner` and `task` out."
+        )
+
+
+def check_mode(mode: str) -> None:
+    """Check the engine's mode.
+
+    Raises:
+        ValueError: an unknown mode.
+        UnsupportedError: the asynchronous engine.
+    """
+    if mode not in ("sync", "async"):
+        raise ValueError(f"mode={mode!r}: expected 'sync' or 'async'.")
+    if mode == "async":
+        raise UnsupportedError("mode='async' is not supported yet; use mode='sync'.")
+
+
+def check_known(arguments: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Refuse a keyword nobody knows.
+
+    Raises:
+        TypeError: naming it and the nearest one there is.
+    """
+    known = set(known)
+    for name in arguments:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            raise TypeError(f"'{name}' is not {what}.{hint}")
+
+
+def worker(given: Any, *, cpu: bool) -> Any:
+    """The worker class to use: ours, or a user's that subclasses it.
+
+    Raises:
+        ValueError: the user's does not.
+    """
+    ours = CPU_WORKER if cpu else GPU_WORKER
+    return given if _checked(given, ours, "worker_cls") else ours
+
+
+def scheduler(given: Any) -> Any:
+    """The scheduler class to use: ours, or a user's that subclasses it.
+
+    Raises:
+        ValueError: the user's does not.
+    """
+    from midstream.modeling.vllm.engine.scheduler import PickScheduler
+
+    return given if _checked(given, _SCHEDULER, "scheduler_cls") else PickScheduler
+
+
+def _checked(given: Any, ours: str, name: str) -> bool:
+    if given is None or given == "auto":
+        return False
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    base = resolve_obj_by_qualname(ours)
+    mixin = base.__mro__[1]
+    kind = resolve_obj_by_qualname(given) if isinstance(given, str) else given
+    if isinstance(kind, type) and issubclass(kind, mixin):
+        return True
+    raise ValueError(
+        f"{name}={given!r} does not subclass {mixin.__module__}.{mixin.__name__}, which runs the "
+        f"blocks. Derive your class from {ours}."
+    )
+
+
+def sampling(settings: Mapping[str, Any]) -> Any:
+    """vLLM's sampling parameters from keywords; `max_new_tokens` stands for `max_tokens`.
+
+    Raises:
+        TypeError: an unknown keyword, or both spellings of one.
+        ValueError: vLLM's own, for a value out of range.
+    """
+    from vllm import SamplingParams
+
+    settings = dict(settings)
+    if "max_new_tokens" in settings:
+        if "max_tokens" in settings:
+            raise TypeError("max_tokens and max_new_tokens are two names of one setting: pass one.")
+        settings["max_tokens"] = settings.pop("max_new_tokens")
+    known = inspect.signature(SamplingParams).parameters
+    check_known(settings, known, "a sampling setting (a field of vLLM's SamplingParams)")
+    return SamplingParams(**settings)

@@ -1,0 +1,219 @@
+"""The client of one vLLM engine: builds it, sends it blocks with their requests, takes records back."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from midstream.errors import EngineBuildError, EngineDeadError, MidstreamError, UnsupportedError
+from midstream.modeling.vllm import arguments as args
+from midstream.modeling.vllm import bootstrap
+from midstream.modeling.vllm.engine import process
+from midstream.modeling.vllm.payloads import Record, unpack
+from midstream.modeling.vllm.payloads.segments import sweep
+from midstream.modeling.vllm.wire import KEY, RECORDS
+
+_PATIENCE = 60.0  # seconds an engine in this process may step without closing a finished request
+
+
+@dataclass
+class Outcome:
+    """What one request brought home.
+
+    Attributes:
+        output: vLLM's finished `RequestOutput`; None if the request was aborted.
+        record: what its block left; None if it ended before the block began.
+    """
+
+    output: Any = None
+    record: Record | None = None
+
+
+class Engine:
+    """One vLLM engine with blocks.
+
+    Args:
+        repo: checkpoint folder or repository id.
+        settings: vLLM's engine arguments.
+        vllm: the installed vLLM.
+
+    Raises:
+        EngineBuildError: the engine did not come up; the text holds the root cause.
+    """
+
+    def __init__(self, repo: str, settings: Mapping[str, Any], vllm: bootstrap.Installed):
+        self._vllm = vllm
+        self._lock = threading.RLock()
+        self._running = False
+        self._names = itertools.count()
+        self._outcomes: dict[str, Outcome] = {}
+        self._closed: set[str] = set()
+        self.llm = _build(repo, dict(settings), vllm)
+        self._core = self.llm.llm_engine
+        processor = self._core.output_processor
+        processor.process_outputs = self._taking_records(processor.process_outputs)
+
+    @property
+    def budget(self) -> int:
+        """Most tokens the engine runs in one step."""
+        return int(self._core.vllm_config.scheduler_config.max_num_batched_tokens)
+
+    def run(self, prompt: Any, params: Any, block: bytes, lora: Any = None) -> Outcome:
+        """Run one request with a block, until its record is in.
+
+        Raises:
+            EngineDeadError: the engine's process ended.
+            UnsupportedError: called while this thread is already running a trace.
+        """
+        with self._lock:
+            if self._running:
+                raise UnsupportedError("A trace inside a trace is not supported.")
+            self._running = True
+            try:
+                return self._run(prompt, self._with_block(prompt, params, block), lora)
+            finally:
+                self._running = False
+
+    def _with_block(self, prompt: dict[str, Any], params: Any, block: bytes) -> Any:
+        """Sampling parameters that carry the block and keep its KV cache to itself."""
+        params = params.clone()
+        params.extra_args = {**(params.extra_args or {}), KEY: block}
+        params.skip_reading_prefix_cache = True
+        salt = f"midstream-{os.urandom(8).hex()}"
+        prompt["cache_salt"] = f"{prompt['cache_salt']}-{salt}" if "cache_salt" in prompt else salt
+        return params
+
+    def _run(self, prompt: Any, params: Any, lora: Any) -> Outcome:
+        from vllm.v1.engine.exceptions import EngineDeadError as VLLMEngineDeadError
+
+        name = f"trace-{next(self._names)}"
+        try:
+            with bootstrap.environment(bootstrap.runner_variables(self._vllm)):
+                request = self._core.add_request(name, prompt, params, lora_request=lora)
+            self._outcomes[request] = outcome = Outcome()
+            try:
+                self._until_closed(name, request, outcome)
+            except VLLMEngineDeadError:
+                raise
+            except BaseException:  # Ctrl-C above all: leave no request behind
+                self._core.abort_request([name])
+                self._until_closed(name, request, outcome)
+                raise
+            return outcome
+        except VLLMEngineDeadError as dead:
+            raise EngineDeadError(
+                "The engine's process ended while it ran this trace's block. What the process "
+                "printed is above; the next trace builds a new engine."
+            ) from dead
+        finally:
+            self._outcomes.clear()
+            self._closed.clear()
+
+    def _until_closed(self, name: str, request: str, outcome: Outcome) -> None:
+        deadline = time.monotonic() + _PATIENCE
+        while request not in self._closed:
+            outputs = self._core.step()
+            for output in outputs:
+                if output.request_id == name and output.finished:
+                    outcome.output = output
+            if outputs or self._core.has_unfinished_requests():
+                deadline = time.monotonic() + _PATIENCE
+            elif time.monotonic() > deadline:
+                raise MidstreamError(f"The engine did not close the request '{request}'.")
+
+    def _taking_records(self, process_outputs: Any) -> Any:
+        """vLLM's output processing, after our own outputs have been taken out."""
+
+        def without_records(outputs: list[Any], *more: Any, **keywords: Any) -> Any:
+            ours = [output for output in outputs if output.request_id == RECORDS]
+            if ours:
+                for output in ours:
+                    self._take(output.kv_transfer_params)
+                outputs = [output for output in outputs if output.request_id != RECORDS]
+            return process_outputs(outputs, *more, **keywords)
+
+        return without_records
+
+    def _take(self, message: dict[str, Any]) -> None:
+        for record in unpack(message["records"]) if message["records"] else ():
+            outcome = self._outcomes.get(record.request_id)
+            if outcome is not None:
+                outcome.record = record
+        self._closed.update(message["closed"])
+
+    def close(self) -> None:
+        """End the engine's processes and free what this one holds of it. A second call is nothing."""
+        llm, self.llm = self.llm, None
+        if llm is None:
+            return
+        self._core = None
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        if bootstrap.in_process():
+            from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+            cleanup_dist_env_and_memory()
+        sweep()
+
+
+def _build(repo: str, settings: dict[str, Any], vllm: bootstrap.Installed) -> Any:
+    from vllm import LLM
+
+    if vllm.cpu:
+        # the interpreter that runs Triton's kernels there cannot be compiled
+        settings.setdefault("enforce_eager", True)
+    settings["worker_cls"] = args.worker(settings.get("worker_cls"), cpu=vllm.cpu)
+    settings["scheduler_cls"] = args.scheduler(settings.get("scheduler_cls"))
+    with tempfile.TemporaryDirectory(prefix="midstream-") as folder:
+        report = Path(folder) / "failures"
+        variables = bootstrap.process_variables(vllm)
+        variables[process.CLIENT] = process.identity()
+        if not bootstrap.in_process():
+            variables[process.REPORT] = os.environ.get(process.REPORT, str(report))
+        with bootstrap.environment(variables):
+            _refuse_reimport(variables.get(process.REPORT))
+            try:
+                return LLM(model=repo, **settings)
+            except Exception as error:
+                raise _failure(error, process.read_failures(report)) from error
+
+
+def _refuse_reimport(report: str | None) -> None:
+    """Refuse to build while a started process imports the main module a second time."""
+    if not getattr(multiprocessing.current_process(), "_inheriting", False):
+        return
+    text = (
+        "The engine's process imports your script again when it starts, and the script builds "
+        "another engine there. Put what your script does into a function and call it under "
+        "`if __name__ == '__main__':`."
+    )
+    if report:
+        failure = process.Failure("EngineBuildError", text, "")
+        with open(report, "ab") as file:
+            file.write(msgspec.json.encode(failure) + b"\n")
+    raise EngineBuildError(text)
+
+
+def _failure(error: Exception, reported: list[process.Failure]) -> EngineBuildError:
+    """The error of a failed build, with the first cause the engine's processes reported."""
+    if isinstance(error, EngineBuildError):
+        return error
+    if not reported:
+        return EngineBuildError(f"The engine did not start: {type(error).__name__}: {error}")
+    first = reported[0]
+    return EngineBuildError(
+        f"The engine did not start: {first.type}: {first.message}\n\n"
+        f"In the engine's process:\n{first.traceback}"
+    )

@@ -1,0 +1,208 @@
+"""`VLLM`: the model as users hold it, in the client."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+from midstream.errors import CaptureError, EngineDeadError, PromptError, UnsupportedError
+from midstream.interleaving.node import Node
+from midstream.modeling.vllm import arguments as args
+from midstream.modeling.vllm import bootstrap, meta, prompts
+from midstream.modeling.vllm.client import Engine, Outcome
+from midstream.modeling.vllm.locations import EngineModel
+from midstream.modeling.vllm.tracer import Tracer
+from midstream.modeling.vllm.wire import MODEL, NODE, TOKENIZER, TRACER
+from midstream.tracing import Block, dumps
+
+
+class VLLM(EngineModel):
+    """A language model served by vLLM, whose forward passes can be read and edited.
+
+    Without ``dispatch`` only the module tree and the tokenizer are made: no weights, no GPU. The
+    first trace builds the engine. As a context manager the model closes its engine at the end.
+
+    Args:
+        repo: checkpoint folder or repository id.
+        mode: "sync".
+        taps: must be empty: every location is served.
+        dispatch: build the engine now.
+        rename: further names for modules: path ("model.layers") or last part of one ("layers") to
+            a name or a list of names.
+        engine: vLLM's own engine arguments (`dtype`, `max_model_len`, `gpu_memory_utilization`...).
+
+    Attributes:
+        repo: as given.
+        taps: declared taps; empty.
+
+    Raises:
+        EngineBuildError: no fitting vLLM is installed, a setting selects its older model runner,
+            or the engine did not come up.
+        UnsupportedError: an engine argument that blocks cannot work with.
+        TypeError: an unknown engine argument.
+    """
+
+    def __init__(
+        self,
+        repo: str,
+        *,
+        mode: Literal["sync"] = "sync",
+        taps: Sequence[str] = (),
+        dispatch: bool = False,
+        rename: Mapping[str, str | list[str]] | None = None,
+        **engine: Any,
+    ):
+        self.repo = str(repo)
+        self._engine: Engine | None = None
+        self._vllm = bootstrap.installed()
+        bootstrap.refuse_old_runner()
+        args.check_mode(mode)
+        args.refuse(engine)
+        if taps:
+            raise UnsupportedError("taps= is not supported yet: leave it out, every location is served.")
+        self.taps: tuple[str, ...] = tuple(taps)
+        bootstrap.prepare_process(self._vllm)
+        self._settings = engine
+        _check_engine_arguments(engine)
+        with bootstrap.environment(bootstrap.runner_variables(self._vllm)):
+            root, self._model_config = meta.build(self.repo, engine)
+        super().__init__(root, rename)
+        self._tokenizer: Any = None
+        if dispatch:
+            self.dispatch()
+
+    # The engine.
+
+    @property
+    def dispatched(self) -> bool:
+        """Whether the engine is up."""
+        return self._engine is not None
+
+    @property
+    def vllm_entrypoint(self) -> Any:
+        """vLLM's `LLM`; None until the engine is up."""
+        return self._engine.llm if self._engine is not None else None
+
+    def dispatch(self) -> None:
+        """Build the engine, if it is not up.
+
+        Raises:
+            EngineBuildError: it did not come up; the text holds the root cause.
+        """
+        if self._engine is None:
+            self._engine = Engine(self.repo, self._settings, self._vllm)
+
+    def close(self) -> None:
+        """End the engine's processes and free its memory. The next trace builds a new engine."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def __enter__(self) -> VLLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer as vLLM resolves it; None with `skip_tokenizer_init`."""
+        if self._tokenizer is None and not self._model_config.skip_tokenizer_init:
+            from vllm.tokenizers import cached_tokenizer_from_config
+
+            self._tokenizer = cached_tokenizer_from_config(self._model_config)
+            if getattr(self._tokenizer, "pad_token", "") is None:
+                self._tokenizer.pad_token = self._tokenizer.eos_token
+        return self._tokenizer
+
+    # Traces.
+
+    def trace(
+        self,
+        prompt: Any,
+        *,
+        block: Callable[..., Any] | None = None,
+        **settings: Any,
+    ) -> Tracer:
+        """Run one prompt with a block beside its forward passes.
+
+        Args:
+            prompt: text, token ids, a tokenizer's output, chat messages, or vLLM's prompt mapping.
+            block: a function ``block(model, tracer)`` to run in place of a `with` body.
+            settings: vLLM's sampling settings (`temperature`, `max_tokens` or `max_new_tokens`,
+                `seed`, ...), and `lora_request`.
+
+        Returns:
+            The tracer: a context manager whose body is the block, or, with ``block``, done.
+
+        Raises:
+            PromptError: not exactly one prompt, or one longer than a step.
+            TypeError: an unknown setting.
+            InterventionError: the block failed (at the end of the `with`).
+        """
+        args.sampling({k: v for k, v in settings.items() if k != "lora_request"})
+        tracer = Tracer(self, prompts.single(prompt, self.tokenizer), settings)
+        if block is not None:
+            tracer.run(Block.of_function(block))
+        return tracer
+
+    def _submit(
+        self, prompt: dict[str, Any], settings: Mapping[str, Any], block: Block | bytes
+    ) -> Outcome:
+        """Run a block with its request."""
+        settings = dict(settings)
+        lora = settings.pop("lora_request", None)
+        params = args.sampling(settings)
+        payload = block if isinstance(block, bytes) else dumps(block, self._reference)
+        self.dispatch()
+        assert self._engine is not None
+        self._check_length(prompt)
+        try:
+            return self._engine.run(dict(prompt), params, payload, lora)
+        except EngineDeadError:
+            self.close()
+            raise
+
+    def _check_length(self, prompt: Mapping[str, Any]) -> None:
+        """Refuse a prompt that does not fit one step: a block has to see it whole."""
+        assert self._engine is not None
+        budget, ids = self._engine.budget, prompt.get("prompt_token_ids")
+        if ids is None and len(text := prompt.get("prompt") or "") > budget and self.tokenizer:
+            ids = self.tokenizer(text)["input_ids"]
+        if ids is not None and len(ids) > budget:
+            raise PromptError(
+                f"The prompt has {len(ids)} tokens, but the engine runs at most {budget} in a step, "
+                "and a block has to see its prompt whole. Build the model with "
+                f"max_num_batched_tokens={len(ids)} or more."
+            )
+
+    def _reference(self, value: Any) -> str | None:
+        """The name under which the engine has an object of this model; None for all others."""
+        if value is self:
+            return MODEL
+        if isinstance(value, Node):
+            if value._tree is self._tree:
+                return f"{NODE}:{value.path}"
+            raise CaptureError(f"The block uses '{value.path}' of another model than it traces.")
+        if isinstance(value, Tracer):
+            return TRACER
+        if value is self._tokenizer and value is not None:
+            return TOKENIZER
+        return None
+
+    def __reduce__(self) -> Any:
+        raise TypeError("A VLLM cannot be pickled. Inside its own trace it can be used by name.")
+
+
+def _check_engine_arguments(engine: Mapping[str, Any]) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
+    args.check_known(engine, known, "an argument of vLLM's engine")

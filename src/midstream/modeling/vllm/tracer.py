@@ -1,0 +1,97 @@
+"""One trace: a prompt, a block, and what comes back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from midstream.errors import InterventionError
+from midstream.modeling.vllm.payloads import BlockError
+from midstream.tracing import Block, Capture, bind
+
+if TYPE_CHECKING:
+    from midstream.modeling.vllm.client import Outcome
+    from midstream.modeling.vllm.model import VLLM
+
+
+class Tracer:
+    """What `model.trace(...)` gives.
+
+    As a context manager it captures the body of its `with` statement, runs it in the engine, and
+    binds the saved values to their names. With ``block=`` the function has run when the call
+    returns, and its values are in ``saves``.
+
+    Attributes:
+        saves: the saved values by name.
+        result: vLLM's finished `RequestOutput` (text, token ids, finish reason); None before the
+            trace has run and for a request that was aborted.
+    """
+
+    def __init__(self, model: VLLM, prompt: Any, settings: Mapping[str, Any]):
+        self._model, self._prompt, self._settings = model, prompt, dict(settings)
+        self._capture: Capture | None = None
+        self._frame: FrameType | None = None
+        self.saves: dict[str, Any] = {}
+        self.result: Any = None
+
+    def __enter__(self) -> Tracer:
+        self._frame = sys._getframe(1)
+        self._capture = Capture.begin(self._frame, "model.trace")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        capture, frame = self._capture, self._frame
+        self._capture = self._frame = None
+        assert capture is not None
+        assert frame is not None
+        block = capture.finish(kind, error)
+        if block is None:
+            return False
+        try:
+            self.run(block)
+        finally:
+            bind(frame, self.saves)
+        return True
+
+    def run(self, block: Block | bytes) -> None:
+        """Run a block on this trace's prompt, keeping what it saved.
+
+        Raises:
+            InterventionError: the block failed; what it had saved by then is kept.
+        """
+        outcome = self._model._submit(self._prompt, self._settings, block)
+        self.result = outcome.output
+        if outcome.record is not None:
+            self.saves = outcome.record.saves
+        _raise(outcome)
+
+
+
+def _raise(outcome: Outcome) -> None:
+    record = outcome.record
+    if record is not None and record.error is not None:
+        raise intervention(record.error)
+
+
+def intervention(error: BlockError) -> BaseException:
+    """The exception a failed block becomes in the caller.
+
+    Its text begins with the original type and message; its cause is the original where the type
+    can be imported. Ctrl-C that met a block in this process stays Ctrl-C.
+    """
+    cause = error.rebuild()
+    if isinstance(cause, KeyboardInterrupt):
+        return cause
+    text = f"{error.type_name}: {error.message}"
+    if error.traceback:
+        text += f"\n\nIn the block:\n{error.traceback}"
+    raised = InterventionError(text)
+    raised.__cause__ = cause
+    return raised
