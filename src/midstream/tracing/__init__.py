@@ -1,1 +1,20 @@
 """A `with` body becomes a Block: captured, compiled, serialisable. No torch model here."""
+
+from midstream.tracing.binding import bind
+from midstream.tracing.block import Block, Code, Compiled
+from midstream.tracing.capture import Capture
+from midstream.tracing.execute import Execution, user_traceback
+from midstream.tracing.saves import Scope, save, scoped
+
+__all__ = [
+    "Block",
+    "Capture",
+    "Code",
+    "Compiled",
+    "Execution",
+    "Scope",
+    "bind",
+    "save",
+    "scoped",
+    "user_traceback",
+]

@@ -1,0 +1,267 @@
+"""A `with` body is skipped where it stands and becomes a Block."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import sys
+import warnings
+import weakref
+from dataclasses import dataclass
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+from midstream.errors import (
+    BlockLayoutError,
+    CaptureError,
+    SourceChangedError,
+    UnboundSaveWarning,
+    WithBlockNotFoundError,
+)
+from midstream.tracing.block import Block, Code, Compiled
+from midstream.tracing.checks import check_body, check_layout
+from midstream.tracing.names import resolve
+from midstream.tracing.saves import save
+from midstream.tracing.sources import Found, Source, future_flags, sources, with_position
+from midstream.tracing.verifying import Body, is_same, is_skippable
+
+__all__ = ["Capture"]
+
+
+class _BodySkipped(BaseException):
+    """Leaves the body before its first statement; never seen outside `Capture`."""
+
+
+@dataclass(frozen=True)
+class _Site:
+    """One `with` statement of one code object, found and verified.
+
+    What was verified against a code object stays true of it: a later edit of the file changes
+    neither the code that runs nor the source kept here.
+    """
+
+    code: Code
+    compiled: Compiled
+    body: Body
+    is_idle: bool  # a body of constants and `pass`, which may run no line at all
+
+
+class Capture:
+    """The capture of one `with` body, from the context manager's `__enter__` to its `__exit__`.
+
+    Usage::
+
+        def __enter__(self):
+            self._capture = Capture.begin(sys._getframe(1))
+            return self
+
+        def __exit__(self, exc_type, exc, traceback):
+            block = self._capture.finish(exc_type, exc)
+            if block is None:
+                return False  # a foreign exception is on its way
+            ...
+            return True
+
+    Nothing runs between the two but the assignment to the header's `as` target. `finish` must be
+    called whatever happened, since it restores the thread's trace function.
+    """
+
+    def __init__(self, frame: FrameType, site: _Site) -> None:
+        self._frame: FrameType | None = frame
+        self._site = site
+        self._signal = _BodySkipped()
+        self._reached = False
+        self._arm(frame)
+
+    @classmethod
+    def begin(cls, frame: FrameType, what: str = "trace") -> Capture:
+        """Find the `with` statement that `frame` is entering and arrange to skip its body.
+
+        Args:
+            frame: the caller's frame, ``sys._getframe(1)`` in `__enter__`.
+            what: name of the method that made the context manager, for messages.
+
+        Raises:
+            WithBlockNotFoundError: there is no source, or the frame is not at a `with` statement.
+            SourceChangedError: the source is not what runs.
+            BlockLayoutError: the body cannot be skipped as it is laid out.
+            BlockSyntaxError: the body holds what a block cannot.
+        """
+        site = _site(frame, what)
+        _warn_bare_saves(frame, site)
+        return cls(frame, site)
+
+    def finish(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None
+    ) -> Block | None:
+        """Restore the trace functions and return the block with the values of its outside names.
+
+        Returns:
+            The block, if the body was skipped: `__exit__` then returns True. None if another
+            exception is on its way.
+
+        Raises:
+            CaptureError: the body has run in place, as another tool took the trace function.
+        """
+        frame, signal = self._frame, self._signal
+        if frame is None:
+            raise CaptureError("this capture is finished already; begin a new one")
+        self._frame = None
+        try:
+            if exc is not None and exc is not signal:
+                return None
+            if exc is None and not self._site.is_idle:
+                raise _ran_in_place(self._site)
+            values = resolve(frame, self._site.compiled.reads)
+            return Block(code=self._site.code, values=values)
+        finally:
+            signal.__traceback__ = None  # it holds the frame, and the frame holds us
+            self._disarm(frame)
+
+    def _arm(self, frame: FrameType) -> None:
+        self._saved = (sys.gettrace(), frame.f_trace, frame.f_trace_lines)
+        frame.f_trace_lines = True
+        frame.f_trace = self._trace
+        sys.settrace(self._trace)
+
+    def _disarm(self, frame: FrameType) -> None:
+        previous, frame.f_trace, frame.f_trace_lines = self._saved
+        sys.settrace(previous)
+
+    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if frame is not self._frame:
+            return None
+        body = self._site.body
+        # What leaves an idle body, the `with` statement's exit would not see.
+        in_body = body.first <= frame.f_lineno <= body.last and not self._site.is_idle
+        if event == "line" and in_body:
+            raise self._signal
+        return self._trace
+
+
+# --- finding a site ------------------------------------------------------------------------------
+
+_sites: dict[int, tuple[weakref.ref[CodeType], dict[int, _Site]]] = {}
+"""Verified sites by code object (identity, not equality) and entering instruction."""
+
+
+def _site(frame: FrameType, what: str) -> _Site:
+    code = frame.f_code
+    entry = _sites.get(id(code))
+    if entry is None or entry[0]() is not code:
+        key = id(code)
+        entry = (weakref.ref(code, lambda _: _sites.pop(key, None)), {})
+        _sites[key] = entry
+    site = entry[1].get(frame.f_lasti)
+    if site is None:
+        site = entry[1][frame.f_lasti] = _find_site(frame, what)
+    return site
+
+
+def _find_site(frame: FrameType, what: str) -> _Site:
+    source, found = _find(frame, what)
+    name, lines = source.filename, source.lines
+    check_layout(name, lines, found.node, found.item, what)
+    check_body(name, lines, found.node, found.item)
+    body, is_idle = Body.of(found.node), _is_idle(found)
+    if not is_idle and not is_skippable(frame.f_code, frame.f_lasti, body):
+        raise BlockLayoutError(
+            f"{name}:{body.first}: the body of {what}(...) starts with `try`, which would catch "
+            "the signal that skips it; put any statement, `pass` will do, before the `try`"
+        )
+    flags = source.block.flags if source.block is not None else future_flags(frame.f_code)
+    text = source.text(body.first, body.last)
+    code = Code(text, name, body.first, frame.f_code.co_qualname, flags, found.class_name)
+    return _Site(code, code.compiled(), body, is_idle)
+
+
+def _is_idle(found: Found) -> bool:
+    constants = (ast.Pass, ast.Constant)
+    return all(isinstance(getattr(s, "value", s), constants) for s in found.node.body)
+
+
+def _find(frame: FrameType, what: str) -> tuple[Source, Found]:
+    """Return the source that runs, and the statement in it."""
+    position, index = with_position(frame)
+    tried = 0
+    for source in sources(frame):
+        tried += 1
+        try:
+            found = source.find(position, index)
+            if found is not None and _verified(frame, source, found):
+                return source, found
+        except (SyntaxError, ValueError):
+            continue  # a file that no longer compiles is not what runs
+    if not tried:
+        raise _no_source(frame, what)
+    if not _is_entering(frame):
+        raise WithBlockNotFoundError(
+            f"{frame.f_code.co_filename}:{frame.f_lineno} is not a `with` statement: write "
+            f"`with model.{what}(...):` where the body stands; entering it through ExitStack, a "
+            "helper or a decorator leaves no body to capture. A helper can pass `block=fn`"
+        )
+    raise SourceChangedError(
+        f"{frame.f_code.co_filename}:{frame.f_lineno}: the source is not the code that runs: "
+        "it was edited after it was imported, or a tool rewrote it. Restart, or reload the module"
+    )
+
+
+def _verified(frame: FrameType, source: Source, found: Found) -> bool:
+    if source.block is not None:
+        return True  # the frame runs a block of ours, compiled from this very text
+    code = frame.f_code
+    return is_same(code, frame.f_lasti, source.codes(code), Body.of(found.node))
+
+
+def _is_entering(frame: FrameType) -> bool:
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "BEFORE_WITH"
+
+
+def _ran_in_place(site: _Site) -> CaptureError:
+    return CaptureError(
+        f"{site.code.filename}:{site.body.first}: the body ran in place instead of being captured: "
+        "something replaced the thread's trace function while the `with` statement was entered; "
+        "pass the body as a function, `block=fn`"
+    )
+
+
+def _no_source(frame: FrameType, what: str) -> WithBlockNotFoundError:
+    filename = frame.f_code.co_filename
+    where = f"no source for the body of {what}(...) at {filename}:{frame.f_lineno}: "
+    if not filename.startswith("<"):
+        return WithBlockNotFoundError(
+            f"{where}the file cannot be read (moved, deleted, or installed without sources). "
+            "Run from where it lies, or pass the body as a function, `block=fn`"
+        )
+    if filename == "<stdin>":
+        advice = "the plain prompt and a piped script keep no text. Put it in a file, use IPython"
+    else:
+        advice = "register text run by `exec` with `linecache`; in a notebook, avoid cell magics"
+    return WithBlockNotFoundError(f"{where}{advice}, or pass the body as a function, `block=fn`")
+
+
+# --- saves that cannot come back ------------------------------------------------------------------
+
+
+def _warn_bare_saves(frame: FrameType, site: _Site) -> None:
+    compiled = site.compiled
+    if not compiled.bare_saves and not compiled.bare_calls:
+        return
+    owners = resolve(frame, {name for name, _ in compiled.bare_calls})
+    calls = [line for name, line in compiled.bare_calls if _is_ours(owners.get(name))]
+    for line in sorted({*compiled.bare_saves, *calls}):
+        warnings.warn_explicit(
+            "this save is bound to no name, so its value cannot come back: write "
+            "`name = value.save()`, or save the list or dict that collects the values",
+            UnboundSaveWarning,
+            site.code.filename,
+            line,
+            module=frame.f_globals.get("__name__", "<unknown>"),
+            registry=frame.f_globals.setdefault("__warningregistry__", {}),
+        )
+
+
+def _is_ours(owner: Any) -> bool:
+    if isinstance(owner, ModuleType):
+        owner = getattr(owner, "save", None)
+    return owner is save

@@ -1,0 +1,85 @@
+"""From a block's source to code that runs with the user's file and line numbers."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType
+
+from midstream.errors import BlockSyntaxError
+from midstream.tracing.block import Code, Compiled
+from midstream.tracing.mangling import mangle
+from midstream.tracing.names import outside_reads
+from midstream.tracing.rewriting import find_saves, flatten, rewrite_saves
+from midstream.tracing.saves import HELPER_NAMES
+
+__all__ = ["compile_code", "parse_block", "quietly"]
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Keep the compiler's warnings down: the user has seen them when the file was compiled."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)  # bad escapes, up to Python 3.11
+        yield
+
+
+def parse_block(code: Code) -> ast.If:
+    """Parse the source under a header that gives it its indentation and its lines."""
+    text = "\n" * (code.first_line - 2) + "if 1:\n" + code.source
+    with quietly():
+        header = ast.parse(text, code.filename).body[0]
+    assert isinstance(header, ast.If)
+    return header
+
+
+def compile_code(code: Code) -> Compiled:
+    """Compile a block as the code of a module, whose globals are the names it reads and binds.
+
+    Nested functions and comprehensions therefore see the block's own names. Nodes keep the
+    positions they have in the file.
+
+    Raises:
+        BlockSyntaxError: the source is no valid block.
+    """
+    try:
+        body = flatten(parse_block(code).body)
+        mangle(body, code.class_name)
+        saves = find_saves(body)
+        module = ast.Module(body=rewrite_saves(body, saves.names), type_ignores=[])
+        with quietly():
+            compiled = compile(module, code.filename, "exec", flags=code.flags, dont_inherit=True)
+    except SyntaxError as error:
+        raise _explained(error, code) from error
+    methods = tuple(call.lineno for call in saves.bare if _is_method(call))
+    calls = tuple((_first_name(c), c.lineno) for c in saves.bare if not _is_method(c))
+    return Compiled(_renamed(compiled, code), _reads(compiled), methods, calls)
+
+
+def _reads(compiled: CodeType) -> frozenset[str]:
+    return outside_reads(compiled) - frozenset(HELPER_NAMES)
+
+
+def _is_method(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and not call.args
+
+
+def _first_name(call: ast.Call) -> str:
+    return ast.unparse(call.func).split(".", maxsplit=1)[0]
+
+
+def _renamed(compiled: CodeType, code: Code) -> CodeType:
+    """Name the code as the function it was written in, for tracebacks."""
+    name = code.name.rsplit(".", maxsplit=1)[-1]
+    return compiled.replace(co_name=name, co_qualname=code.name)
+
+
+def _explained(error: SyntaxError, code: Code) -> BlockSyntaxError:
+    message, line = error.msg, error.lineno or code.first_line
+    if message.startswith("no binding for nonlocal"):
+        message += ": the names of a block are globals to its functions; write `global` instead"
+    span = (error.offset or 1, code.line(line), error.end_lineno, error.end_offset)
+    return BlockSyntaxError(message, (code.filename, line, *span))
