@@ -21,9 +21,10 @@ from midstream.modeling.vllm import arguments as args
 from midstream.modeling.vllm import bootstrap
 from midstream.modeling.vllm.engine import process
 from midstream.modeling.vllm.payloads import Record, unpack
-from midstream.modeling.vllm.payloads.segments import sweep
+from midstream.modeling.vllm.payloads.segments import discard, owner_id, sweep
 from midstream.modeling.vllm.wire import KEY, RECORDS
 
+_TAGS = itertools.count()  # tell this process's engines apart
 _PATIENCE = 60.0  # seconds an engine in this process may step without closing a finished request
 
 
@@ -59,7 +60,9 @@ class Engine:
         self._names = itertools.count()
         self._outcomes: dict[str, Outcome] = {}
         self._closed: set[str] = set()
-        self.llm = _build(repo, dict(settings), vllm)
+        self._owner = owner_id(tag=next(_TAGS))
+        sweep()  # of clients that were killed
+        self.llm = _build(repo, dict(settings), vllm, self._owner)
         self._core = self.llm.llm_engine
         processor = self._core.output_processor
         processor.process_outputs = self._taking_records(processor.process_outputs)
@@ -165,10 +168,10 @@ class Engine:
             from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
             cleanup_dist_env_and_memory()
-        sweep()
+        discard(self._owner)
 
 
-def _build(repo: str, settings: dict[str, Any], vllm: bootstrap.Installed) -> Any:
+def _build(repo: str, settings: dict[str, Any], vllm: bootstrap.Installed, owner: str) -> Any:
     from vllm import LLM
 
     if vllm.cpu:
@@ -179,7 +182,7 @@ def _build(repo: str, settings: dict[str, Any], vllm: bootstrap.Installed) -> An
     with tempfile.TemporaryDirectory(prefix="midstream-") as folder:
         report = Path(folder) / "failures"
         variables = bootstrap.process_variables(vllm)
-        variables[process.CLIENT] = process.identity()
+        variables[process.CLIENT] = owner
         if not bootstrap.in_process():
             variables[process.REPORT] = os.environ.get(process.REPORT, str(report))
         with bootstrap.environment(variables):

@@ -150,7 +150,7 @@ class VLLM(EngineModel):
         args.sampling({k: v for k, v in settings.items() if k != "lora_request"})
         tracer = Tracer(self, prompts.single(prompt, self.tokenizer), settings)
         if block is not None:
-            tracer.run(Block.of_function(block))
+            tracer.run(Block(function=block))
         return tracer
 
     def _submit(

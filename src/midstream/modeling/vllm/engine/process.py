@@ -11,8 +11,10 @@ from pathlib import Path
 
 import msgspec
 
+from midstream.modeling.vllm.payloads.segments import discard, owner_id
+
 CLIENT = "MIDSTREAM_CLIENT"
-"""Environment variable: the client process, as "pid-starttime"."""
+"""Environment variable: the client process, as `owner_id` names it."""
 
 REPORT = "MIDSTREAM_BUILD_REPORT"
 """Environment variable: the file where a process that fails to start writes the cause."""
@@ -30,19 +32,9 @@ class Failure(msgspec.Struct):
     traceback: str
 
 
-def identity(pid: int | None = None) -> str:
-    """A process as "pid-starttime", which no later process shares."""
-    pid = pid or os.getpid()
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return f"{pid}-0"
-    return f"{pid}-{stat.rpartition(')')[2].split()[19]}"
-
-
 def client() -> str:
     """The client this process works for: itself where the engine runs in process."""
-    return os.environ.get(CLIENT) or identity()
+    return os.environ.get(CLIENT) or owner_id()
 
 
 def enter() -> None:
@@ -52,7 +44,7 @@ def enter() -> None:
     """
     global _watching
     owner = client()
-    if _watching or owner == identity():
+    if _watching or owner.partition(".")[0] == str(os.getpid()):
         return
     _watching = True
     if threading.current_thread() is threading.main_thread():
@@ -61,12 +53,10 @@ def enter() -> None:
 
 
 def _follow(owner: str) -> None:
-    pid = int(owner.partition("-")[0])
-    while identity(pid) == owner:
+    pid, tag = int(owner.partition(".")[0]), int(owner.rpartition(".")[2])
+    while owner_id(pid, tag) == owner:
         time.sleep(_POLL)
-    from midstream.modeling.vllm.payloads.segments import sweep
-
-    sweep()
+    discard(owner)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
