@@ -20,10 +20,7 @@ SUPPORTED = "0.32"
 """The vLLM series whose internals midstream works with."""
 
 _BOOTSTRAP = Path(__file__).parent / "_bootstrap"
-_CPU_INTERPRETER = {
-    "TRITON_INTERPRET": "1",  # Triton runs its kernels in Python
-    "TORCHDYNAMO_DISABLE": "1",  # inductor would ask the stub driver for a target
-}
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 @dataclass(frozen=True)
@@ -64,10 +61,10 @@ def refuse_old_runner() -> None:
     Raises:
         EngineBuildError: naming the setting.
     """
-    value = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    value = os.environ.get(_RUNNER)
     if value is not None and value.strip().lower() in ("0", "false", ""):
         raise EngineBuildError(
-            f"VLLM_USE_V2_MODEL_RUNNER={value!r} selects vLLM's older model runner, which "
+            f"{_RUNNER}={value!r} selects vLLM's older model runner, which "
             "midstream does not work with. Unset it."
         )
 
@@ -92,7 +89,6 @@ def prepare_process(vllm: Installed) -> None:
             "Triton first: build the VLLM before importing vllm, or leave the engine in its own "
             "process."
         )
-    os.environ.update(_CPU_INTERPRETER)
     triton_cpu.register()
 
 
@@ -117,15 +113,16 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def runner_variables(vllm: Installed) -> dict[str, str]:
-    """What makes vLLM choose its current model runner in this process, where it would not."""
-    return {"VLLM_USE_V2_MODEL_RUNNER": "1"} if vllm.cpu else {}
+    """What makes vLLM choose its current model runner in this process, where it would not.
+
+    Empty where the engine has processes of its own: those choose when they start.
+    """
+    return {_RUNNER: "1"} if vllm.cpu and in_process() else {}
 
 
 def process_variables(vllm: Installed) -> dict[str, str]:
     """What the engine's processes have to find in their environment when they start."""
-    variables = runner_variables(vllm)
-    if vllm.cpu and not in_process():
-        path = os.environ.get("PYTHONPATH", "")
-        variables |= _CPU_INTERPRETER
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_BOOTSTRAP), path]))
-    return variables
+    if not vllm.cpu or in_process():
+        return runner_variables(vllm)
+    path = os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(_BOOTSTRAP), path]))}

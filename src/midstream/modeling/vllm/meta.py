@@ -51,10 +51,10 @@ def refuse_old_runner(config: Any) -> None:
     Raises:
         EngineBuildError: naming the features that make it do so.
     """
-    if not config.use_v2_model_runner:
-        why = ", ".join(config._get_v2_model_runner_unsupported_features())
+    why = ", ".join(config._get_v2_model_runner_unsupported_features())
+    if why:
         raise EngineBuildError(
-            f"vLLM picks its older model runner for these settings ({why or 'Triton is missing'}), "
+            f"vLLM picks its older model runner for these settings ({why}), "
             "and midstream does not work with that one. Leave the named features out."
         )
 

@@ -15,7 +15,8 @@ from midstream.modeling.vllm.client import Engine, Outcome
 from midstream.modeling.vllm.locations import EngineModel
 from midstream.modeling.vllm.tracer import Tracer
 from midstream.modeling.vllm.wire import MODEL, NODE, TOKENIZER, TRACER
-from midstream.tracing import Block, dumps
+from midstream.tracing import Block
+from midstream.tracing.shipping import dumps
 
 
 class VLLM(EngineModel):

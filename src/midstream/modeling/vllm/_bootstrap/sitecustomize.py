@@ -5,6 +5,7 @@ are few and small there, so Triton's interpreter runs them. The backend has to b
 before anything of vLLM is imported.
 """
 
+import importlib.machinery
 import importlib.util
 import os
 import sys
@@ -31,5 +32,6 @@ def _register() -> None:
     module.register()
 
 
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 _chain()
 _register()

@@ -1,6 +1,12 @@
 """Registers a "cpu" backend with Triton, for its interpreter. Imports nothing of midstream."""
 
+import os
 import types
+
+INTERPRETER = {
+    "TRITON_INTERPRET": "1",  # Triton runs its kernels in Python
+    "TORCHDYNAMO_DISABLE": "1",  # inductor would ask the stub driver for a target
+}
 
 
 class _Driver:
@@ -12,10 +18,11 @@ class _Driver:
 
 
 def register() -> None:
-    """Add the backend, unless there is one; without Triton, do nothing."""
+    """Add the backend, unless there is one, and select the interpreter; without Triton, nothing."""
     try:
         import triton.backends
     except ImportError:
         return
+    os.environ.update(INTERPRETER)
     backends = triton.backends.backends
     backends.setdefault("cpu", types.SimpleNamespace(driver=_Driver, compiler=None))

@@ -14,7 +14,8 @@ from midstream.interleaving.run import Run
 from midstream.modeling.vllm.locations import EngineModel
 from midstream.modeling.vllm.payloads import BlockError, Record
 from midstream.modeling.vllm.wire import KEY, MODEL, NODE, TOKENIZER, TRACER
-from midstream.tracing import Execution, loads, user_traceback
+from midstream.tracing import Block, Execution, user_traceback
+from midstream.tracing.shipping import loads
 
 
 class Admitted:
@@ -23,13 +24,14 @@ class Admitted:
     def __init__(self, request_id: str, payload: bytes, host: BlockHost):
         self.request_id = request_id
         self._payload, self._host = payload, host
+        self._block: Block | None = None
         self._execution: Execution | None = None
         self.run = Run(self._execute, seed=zlib.crc32(payload))
         self.reported = False
 
     def _execute(self) -> None:
-        block = loads(self._payload, self._host.resolve)
-        self._execution = Execution(block, model=self._host.model, tracer=self._host.tracer)
+        self._block = loads(self._payload, self._host.resolve)
+        self._execution = Execution(self._block, model=self._host.model, tracer=self._host.tracer)
         self._execution.run()
 
     def record(self) -> Record:
@@ -42,7 +44,7 @@ class Admitted:
     def _error(self, error: BaseException | None) -> BlockError | None:
         if error is None:
             return None
-        block = self._execution.block if self._execution is not None else None
+        block = self._block
         return BlockError.of(error, user_traceback(block, error) if block is not None else "")
 
 
