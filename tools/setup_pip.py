@@ -13,9 +13,10 @@ from pathlib import Path
 
 # the address of an index is the user's to name, see CONTRIBUTING.md
 TORCH_INDEX = "MIDSTREAM_TORCH_INDEX"
-NOT_FOUND = re.compile(r"No matching distribution found")
+# the second is how pip says it where a constraints file names the package as well
+NOT_FOUND = re.compile(r"No matching distribution found|ResolutionImpossible")
 UNREACHABLE = re.compile(r"WARNING: Retrying")  # pip ends in "no matching" offline, too
-SHOWN = re.compile(r"^\s*(Downloading|Building|Installing build|Successfully|ERROR)")
+SHOWN = re.compile(r"^\s*(Downloading|Building|Installing build|Successfully)")
 SILENCE = 15  # seconds without a line after which the time is shown
 
 
@@ -48,7 +49,7 @@ class Pip:
         """Install CPU torch from where pip looks, else from the index the user named."""
         say(f"installing CPU torch {version}, about 200 MB")
         requirement, index = f"torch=={version}", os.environ.get(TORCH_INDEX)
-        tries = [[]] + ([["--extra-index-url", index]] if index else [])
+        tries: list[list[str]] = [[], ["--extra-index-url", index]] if index else [[]]
         for extra in tries:
             code, lines = self.run("install", *extra, requirement)
             if code == 0:
