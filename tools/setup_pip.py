@@ -16,7 +16,7 @@ TORCH_INDEX = "MIDSTREAM_TORCH_INDEX"
 # the second is how pip says it where a constraints file names the package as well
 NOT_FOUND = re.compile(r"No matching distribution found|ResolutionImpossible")
 UNREACHABLE = re.compile(r"WARNING: Retrying")  # pip ends in "no matching" offline, too
-SHOWN = re.compile(r"^\s*(Downloading|Building|Installing build|Successfully)")
+SHOWN = re.compile(r"^\s*(Downloading .* \([\d.]+ [MG]B\)|Building wheel)")
 SILENCE = 15  # seconds without a line after which the time is shown
 
 
