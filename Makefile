@@ -28,7 +28,7 @@ test:
 
 docs:
 	@$(SETUP) docs
-	$(VENV_PYTHON) -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict
 
 lint:
 	@$(SETUP) lint

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from midstream import VLLM
@@ -25,7 +26,7 @@ START = time.perf_counter()
 
 def step(text: str) -> None:
     """Say what happens next, with the seconds since the start."""
-    console.print(f"[dim]{time.perf_counter() - START:6.1f} s  {text}[/dim]")
+    console.print(f"[dim]{time.perf_counter() - START:6.1f} s  {escape(text)}[/dim]")
 
 
 def next_token(model: VLLM, logits: torch.Tensor) -> tuple[str, float]:
@@ -71,7 +72,7 @@ def lens_table(tokens: list[list[str]], probability: torch.Tensor) -> Table:
     """Lay out the lens at the last position, a row a layer."""
     table = Table("layer", "top token", "probability", title=f"Logit lens after {PROMPT!r}")
     for layer, row in enumerate(tokens):
-        table.add_row(str(layer), repr(row[-1]), f"{float(probability[layer, -1]):.3f}")
+        table.add_row(str(layer), escape(repr(row[-1])), f"{float(probability[layer, -1]):.3f}")
     return table
 
 
@@ -95,7 +96,8 @@ def heat_map(
     figure, axes = plt.subplots(
         figsize=(2.0 + 1.3 * positions, 1.4 + 0.28 * layers), layout="constrained"
     )
-    image = axes.imshow(probability, origin="lower", aspect="auto", cmap="viridis", vmin=0, vmax=1)
+    cells = probability.float().numpy()
+    image = axes.imshow(cells, origin="lower", aspect="auto", cmap="viridis", vmin=0, vmax=1)
     for layer in range(layers):
         for position in range(positions):
             # dark text on the bright end of the scale
@@ -126,7 +128,7 @@ def main(picture: Path) -> None:
     with VLLM(str(path), dispatch=True, dtype="float32", max_model_len=512) as model:
         step("Tracing the prompt")
         token, before = next_token(model, read(model))
-        console.print(f"\n{PROMPT!r} -> {token!r}, probability {before:.3f}\n")
+        console.print(f"\n{PROMPT!r} -> {token!r}, probability {before:.3f}\n", markup=False)
 
         step("Reading every layer through the logit lens")
         ids, probability = lens(model)
@@ -140,7 +142,8 @@ def main(picture: Path) -> None:
         left = float(logits[-1].float().softmax(-1)[wanted])
         console.print(
             f"\nMLP of layer {ZEROED} zeroed: {PROMPT!r} -> {other!r}, probability {after:.3f}; "
-            f"{token!r} falls from {before:.3f} to {left:.3f}\n"
+            f"{token!r} falls from {before:.3f} to {left:.3f}\n",
+            markup=False,
         )
 
         prompt = [model.tokenizer.decode(int(i)) for i in model.tokenizer.encode(PROMPT)]
