@@ -1,0 +1,93 @@
+"""Run the fenced python blocks of a documentation page.
+
+A page is one module: its blocks run in order and share their names. The convention for output: a
+block that prints ends in comments ``# prints: TEXT``, one a line of output. ``# prints: TEXT ...``
+compares the beginning of the line only, and a last ``# prints: ...`` lets any further lines follow.
+"""
+
+from __future__ import annotations
+
+import io
+import linecache
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+FENCE = re.compile(r"^```python[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
+PRINTS = "# prints:"
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """One fenced block and the line of its page that its code starts on."""
+
+    page: Path
+    line: int
+    code: str
+
+    @property
+    def expected(self) -> list[str]:
+        """Lines that the block says it prints."""
+        lines = [line for line in self.code.splitlines() if line.startswith(PRINTS)]
+        return [line.removeprefix(PRINTS).removeprefix(" ") for line in lines]
+
+
+def snippets(page: Path) -> list[Snippet]:
+    """All python blocks of a page, in order."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        Snippet(page, text.count("\n", 0, match.start(1)) + 1, match.group(1))
+        for match in FENCE.finditer(text)
+    ]
+
+
+def run_page(page: Path) -> int:
+    """Run all blocks of a page and compare what they print; returns how many there were."""
+    with _page_module(page) as module:
+        found = snippets(page)
+        for snippet in found:
+            # a page imports and runs as a script does, its `__main__` guards included
+            module.__dict__["__name__"] = "__main__"
+            assert_output(snippet, _run(snippet, module))
+    return len(found)
+
+
+def assert_output(snippet: Snippet, printed: list[str]) -> None:
+    """Compare a block's output with what it says it prints."""
+    where = f"{snippet.page.name}:{snippet.line}"
+    expected = snippet.expected
+    rest = bool(expected) and expected[-1] == "..."
+    wanted = expected[:-1] if rest else expected
+    message = f"{where} printed {printed}, its page says {expected}"
+    assert len(printed) == len(wanted) or (rest and len(printed) > len(wanted)), message
+    for line, text in zip(printed, wanted, strict=False):
+        if text.endswith(" ..."):
+            assert line.startswith(text.removesuffix(" ...")), message
+        else:
+            assert line == text, message
+
+
+def _run(snippet: Snippet, module: ModuleType) -> list[str]:
+    # capture reads a block's source by the file name of the running code; the blank lines
+    # before it make line numbers in tracebacks those of the page
+    name = f"<{snippet.page.name}:{snippet.line}>"
+    code = "\n" * (snippet.line - 1) + snippet.code
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    output = io.StringIO()
+    with redirect_stdout(output):
+        exec(compile(code, name, "exec"), module.__dict__)
+    return output.getvalue().splitlines()
+
+
+@contextmanager
+def _page_module(page: Path) -> Iterator[ModuleType]:
+    module = ModuleType(f"page_{page.stem}")
+    sys.modules[module.__name__] = module
+    try:
+        yield module
+    finally:
+        del sys.modules[module.__name__]
