@@ -12,6 +12,7 @@
     ├── OutOfOrderError                   also RuntimeError: the model already ran past a location
     ├── PromptError                       also ValueError: a prompt that is not exactly one prompt
     ├── TransportError                    also TypeError: a value that cannot travel
+    ├── DataVersionError                  also ValueError: a block written by another version
     ├── InterventionError                 also RuntimeError: a block failed inside the engine
     ├── EngineBuildError                  also RuntimeError: the engine did not come up
     ├── EngineDeadError                   also RuntimeError: the engine died while serving
@@ -27,6 +28,7 @@ __all__ = [
     "BlockLayoutError",
     "BlockSyntaxError",
     "CaptureError",
+    "DataVersionError",
     "EngineBuildError",
     "EngineDeadError",
     "InterventionError",
@@ -81,6 +83,10 @@ class PromptError(MidstreamError, ValueError):
 
 class TransportError(MidstreamError, TypeError):
     """A value has no form in which it can travel between client and engine."""
+
+
+class DataVersionError(MidstreamError, ValueError):
+    """The bytes of a block were written by another version of midstream or Python."""
 
 
 class InterventionError(MidstreamError, RuntimeError):

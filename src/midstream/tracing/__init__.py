@@ -5,6 +5,7 @@ from midstream.tracing.block import Block, Code, Compiled
 from midstream.tracing.capture import Capture
 from midstream.tracing.execute import Execution, user_traceback
 from midstream.tracing.saves import Scope, save, scoped
+from midstream.tracing.shipping import dumps, loads
 
 __all__ = [
     "Block",
@@ -14,6 +15,8 @@ __all__ = [
     "Execution",
     "Scope",
     "bind",
+    "dumps",
+    "loads",
     "save",
     "scoped",
     "user_traceback",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -77,12 +77,14 @@ class Compiled:
         bare_saves: lines of ``x.save()`` whose value is bound to no name.
         bare_calls: the same for ``save(x)`` and ``package.save(x)``, as (first name, line): whether
             the name is midstream's is known at capture only.
+        attributes: for outside names used as ``name.attribute`` only, those attributes.
     """
 
     code: CodeType
     reads: frozenset[str]
     bare_saves: tuple[int, ...] = ()
     bare_calls: tuple[tuple[str, int], ...] = ()
+    attributes: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass

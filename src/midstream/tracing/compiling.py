@@ -54,13 +54,27 @@ def compile_code(code: Code) -> Compiled:
             compiled = compile(module, code.filename, "exec", flags=code.flags, dont_inherit=True)
     except SyntaxError as error:
         raise _explained(error, code) from error
+    reads = _reads(compiled)
     methods = tuple(call.lineno for call in saves.bare if _is_method(call))
     calls = tuple((_first_name(c), c.lineno) for c in saves.bare if not _is_method(c))
-    return Compiled(_renamed(compiled, code), _reads(compiled), methods, calls)
+    return Compiled(_renamed(compiled, code), reads, methods, calls, _attributes(module, reads))
 
 
 def _reads(compiled: CodeType) -> frozenset[str]:
     return outside_reads(compiled) - frozenset(HELPER_NAMES)
+
+
+def _attributes(module: ast.Module, reads: frozenset[str]) -> dict[str, frozenset[str]]:
+    """Return what is taken of the names that are used as `name.attribute` and in no other way."""
+    used: dict[str, set[str]] = {}
+    owners: set[ast.expr] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            used.setdefault(node.value.id, set()).add(node.attr)
+            owners.add(node.value)
+    names = (n for n in ast.walk(module) if isinstance(n, ast.Name) and n not in owners)
+    whole = {node.id for node in names}
+    return {name: frozenset(used[name]) for name in reads & used.keys() - whole}
 
 
 def _is_method(call: ast.Call) -> bool:
