@@ -80,14 +80,15 @@ def prepare_process(vllm: Installed) -> None:
     Raises:
         EngineBuildError: vLLM was imported before, so it is too late.
     """
-    if not (vllm.cpu and in_process()) or os.environ.get("TRITON_INTERPRET") == "1" and _ready():
+    if not (vllm.cpu and in_process()) or _ready():
         return
-    if "vllm.triton_utils" in sys.modules:
+    early = [name for name in ("vllm.triton_utils", "triton.language") if name in sys.modules]
+    if early:
         raise EngineBuildError(
-            "vLLM was imported before the first midstream.VLLM of this process. With the engine "
-            "in process (VLLM_ENABLE_V1_MULTIPROCESSING=0) on a CPU, midstream has to prepare "
-            "Triton first: build the VLLM before importing vllm, or leave the engine in its own "
-            "process."
+            f"{early[0].partition('.')[0]} was imported before the first midstream.VLLM of this "
+            "process. With the engine in process (VLLM_ENABLE_V1_MULTIPROCESSING=0) on a CPU, "
+            "midstream has to prepare Triton first: build the VLLM before that import, or leave "
+            "the engine in its own process."
         )
     triton_cpu.register()
 

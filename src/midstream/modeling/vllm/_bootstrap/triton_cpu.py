@@ -18,11 +18,14 @@ class _Driver:
 
 
 def register() -> None:
-    """Add the backend, unless there is one, and select the interpreter; without Triton, nothing."""
+    """Select the interpreter and add the backend, unless there is one; without Triton, nothing.
+
+    Triton decides at its import which of its functions are interpreted, so this comes first.
+    """
+    os.environ.update(INTERPRETER)
     try:
         import triton.backends
     except ImportError:
         return
-    os.environ.update(INTERPRETER)
     backends = triton.backends.backends
     backends.setdefault("cpu", types.SimpleNamespace(driver=_Driver, compiler=None))

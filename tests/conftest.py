@@ -1,0 +1,71 @@
+"""Engines that tests share: one at a time in this process, each built once."""
+
+from __future__ import annotations
+
+import os
+
+# The engine runs in this process, where a step can be stepped and its worker looked at. Tests of
+# engine processes start their own Python. Both have to be set before vLLM is imported.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.checkpoints import checkpoint
+
+TINY = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "block_size": 32,  # the CPU's attention takes multiples of 32
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 1 << 28,
+}
+"""Engine arguments that keep an engine small and exact."""
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Callable[..., Any]]:
+    """Give engines on the tiny checkpoints by name, each built once; all close at the end."""
+    from midstream import VLLM
+
+    built: dict[str, Any] = {}
+
+    def get(name: str) -> Any:
+        if name not in built:
+            path = checkpoint(name, with_tokenizer=True)
+            built[name] = VLLM(str(path), dispatch=True, **TINY)
+        return built[name]
+
+    yield get
+    for model in built.values():
+        model.close()
+
+
+@pytest.fixture(scope="session")
+def llama(engine: Callable[..., Any]) -> Any:
+    """The engine on T-LLAMA."""
+    return engine("T-LLAMA")
+
+
+@pytest.fixture(scope="session")
+def demo_path() -> Path:
+    """Folder of the demo model, SmolLM2-135M-Instruct in fp32."""
+    from midstream.demo import demo_model
+
+    return demo_model()
+
+
+@pytest.fixture(scope="session")
+def demo_engine(demo_path: Path) -> Iterator[Any]:
+    """An engine on the demo model in fp32."""
+    from midstream import VLLM
+
+    model = VLLM(str(demo_path), dispatch=True, dtype="float32", max_model_len=512,
+                 kv_cache_memory_bytes=1 << 29)
+    yield model
+    type(model).close(model)
