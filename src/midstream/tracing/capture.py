@@ -6,9 +6,8 @@ import ast
 import dis
 import sys
 import warnings
-import weakref
 from dataclasses import dataclass
-from types import CodeType, FrameType, ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from midstream.errors import (
@@ -21,6 +20,7 @@ from midstream.errors import (
 from midstream.tracing.block import Block, Code, Compiled
 from midstream.tracing.checks import check_body, check_layout
 from midstream.tracing.names import resolve
+from midstream.tracing.percode import PerCode
 from midstream.tracing.saves import save
 from midstream.tracing.sources import Found, Source, future_flags, sources, with_position
 from midstream.tracing.verifying import Body, is_same, is_skippable
@@ -141,20 +141,15 @@ class Capture:
 
 # --- finding a site ------------------------------------------------------------------------------
 
-_sites: dict[int, tuple[weakref.ref[CodeType], dict[int, _Site]]] = {}
-"""Verified sites by code object (identity, not equality) and entering instruction."""
+_sites: PerCode[dict[int, _Site]] = PerCode(lambda _: {})
+"""Verified sites by code object and entering instruction."""
 
 
 def _site(frame: FrameType, what: str) -> _Site:
-    code = frame.f_code
-    entry = _sites.get(id(code))
-    if entry is None or entry[0]() is not code:
-        key = id(code)
-        entry = (weakref.ref(code, lambda _: _sites.pop(key, None)), {})
-        _sites[key] = entry
-    site = entry[1].get(frame.f_lasti)
+    sites = _sites(frame.f_code)
+    site = sites.get(frame.f_lasti)
     if site is None:
-        site = entry[1][frame.f_lasti] = _find_site(frame, what)
+        site = sites[frame.f_lasti] = _find_site(frame, what)
     return site
 
 

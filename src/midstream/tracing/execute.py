@@ -151,9 +151,10 @@ def _is_own(filename: str) -> bool:
 
 def _with_text(frame: traceback.FrameSummary, block: Block) -> traceback.FrameSummary:
     line = block.line(frame.filename, frame.lineno or 0)
-    if not line:
+    if not line or frame.end_lineno != frame.lineno:
+        # Markers under the code need all lines of an expression; its first one is shown alone.
         return traceback.FrameSummary(
-            frame.filename, frame.lineno, frame.name, lookup_line=False, line=""
+            frame.filename, frame.lineno, frame.name, lookup_line=False, line=line
         )
     return traceback.FrameSummary(
         frame.filename,

@@ -20,7 +20,7 @@ def mangle(body: list[ast.stmt], class_name: str | None) -> None:
 class _Mangler(ast.NodeVisitor):
     """Renames every identifier field; the body of a nested class is left to its own class."""
 
-    _FIELDS = ("id", "attr", "name", "arg", "asname", "rest")
+    _FIELDS = ("id", "attr", "name", "arg", "asname", "module", "rest")
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -35,12 +35,6 @@ class _Mangler(ast.NodeVisitor):
             if isinstance(value, str):
                 setattr(node, field, self._private(value))
         super().generic_visit(node)
-
-    def visit_alias(self, node: ast.alias) -> None:
-        # What is imported keeps its name; only the variable it is bound to is private.
-        bound = self._private(node.asname or node.name)
-        if bound != node.name:
-            node.asname = bound
 
     def _visit_names(self, node: Any) -> None:
         node.names = [self._private(name) for name in node.names]

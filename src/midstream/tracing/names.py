@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from inspect import CO_OPTIMIZED
 from types import CodeType, FrameType
 from typing import Any
+
+from midstream.tracing.percode import PerCode
 
 __all__ = ["Home", "home", "nested", "outside_reads", "resolve"]
 
@@ -30,14 +32,12 @@ def outside_reads(code: CodeType) -> frozenset[str]:
     A name bound on every path before its first read is left out: a loop that traces again and again
     must not carry the last pass's results along.
     """
-    instructions = list(dis.get_instructions(code))
-    is_bound = _bound_before(code, instructions)
-    reads: set[str] = set()
-    for instruction in instructions:
+    flow = _Flow(code)
+    reads: dict[str, set[int]] = {}
+    for instruction in flow.instructions:
         for name in _names_read(instruction):
-            if not is_bound(name, instruction.offset):
-                reads.add(name)
-    return frozenset(reads)
+            reads.setdefault(name, set()).add(instruction.offset)
+    return frozenset(name for name, offsets in reads.items() if offsets & flow.before_store(name))
 
 
 def _names_read(instruction: dis.Instruction) -> Iterable[str]:
@@ -54,27 +54,48 @@ def _names_read(instruction: dis.Instruction) -> Iterable[str]:
     return ()
 
 
-def _bound_before(
-    code: CodeType, instructions: list[dis.Instruction]
-) -> Callable[[str, int], bool]:
-    """Return a test: whether a name is certainly bound when the instruction at an offset runs."""
-    jumps = [(i.offset, i.argval) for i in instructions if i.opcode in dis.hasjrel]
-    entries = getattr(dis.Bytecode(code), "exception_entries", ())
-    # An exception can leave from anywhere in the protected range, its first instruction included.
-    jumps += [(entry.start - 1, entry.target) for entry in entries]
-    stores: dict[str, int] = {}
-    deleted = {i.argval for i in instructions if i.opname in _DELETES}
-    for i in instructions:
-        if i.opname in ("STORE_NAME", "STORE_GLOBAL"):
-            stores.setdefault(i.argval, i.offset)
+class _Flow:
+    """The ways through a code object, from instruction to instruction by offset."""
 
-    def is_bound(name: str, offset: int) -> bool:
-        store = stores.get(name)
-        if store is None or offset < store or name in deleted:
-            return False
-        return not any(start < store < target <= offset for start, target in jumps)
+    _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"})
 
-    return is_bound
+    def __init__(self, code: CodeType) -> None:
+        self.instructions = list(dis.get_instructions(code))
+        self._next: dict[int, list[int]] = {}
+        self._raises: dict[int, list[int]] = {}
+        entries = getattr(dis.Bytecode(code), "exception_entries", ())
+        following = [i.offset for i in self.instructions[1:]]
+        for i, after in zip(self.instructions, [*following, None], strict=True):
+            jumps = i.opcode in dis.hasjrel
+            always = i.opname.startswith("JUMP_") and "_IF_" not in i.opname
+            leaves = always or i.opname in self._ENDS
+            self._next[i.offset] = [i.argval] if jumps else []
+            if after is not None and not leaves:
+                self._next[i.offset].append(after)
+            self._raises[i.offset] = [e.target for e in entries if e.start <= i.offset < e.end]
+
+    def before_store(self, name: str) -> set[int]:
+        """Return the offsets that can be reached while `name` is not bound by this code.
+
+        A name that is deleted somewhere counts as never bound.
+        """
+        stores = {i.offset for i in self.instructions if _stores(i, name)}
+        if any(i.opname in _DELETES and i.argval == name for i in self.instructions):
+            stores = set()
+        reached: set[int] = set()
+        waiting = [0]
+        while waiting:
+            offset = waiting.pop()
+            if offset not in reached:
+                reached.add(offset)
+                # A store that fails has not bound its name.
+                passed = [] if offset in stores else self._next[offset]
+                waiting += [*passed, *self._raises[offset]]
+        return reached
+
+
+def _stores(instruction: dis.Instruction, name: str) -> bool:
+    return instruction.opname in ("STORE_NAME", "STORE_GLOBAL") and instruction.argval == name
 
 
 class Home(Enum):
@@ -99,21 +120,13 @@ def home(code: CodeType, name: str) -> Home:
     return Home.ENCLOSING if name in code.co_freevars else Home.LOCAL
 
 
-def _global_names(code: CodeType) -> frozenset[str]:
-    key = id(code)
-    found = _global_names_of.get(key)
-    if found is None or found[0] is not code:
-        # In a class body a comprehension may read as global what the body itself binds.
-        ops = _GLOBAL_WRITES | ({"LOAD_GLOBAL"} if code.co_flags & CO_OPTIMIZED else set())
-        names = (i.argval for i in dis.get_instructions(code) if i.opname in ops)
-        # The code object is kept with its entry so that its id cannot pass to another one.
-        found = _global_names_of[key] = (code, frozenset(names))
-        while len(_global_names_of) > 512:
-            _global_names_of.pop(next(iter(_global_names_of)), None)
-    return found[1]
+def _own_globals(code: CodeType) -> frozenset[str]:
+    # In a class body a comprehension may read as global what the body itself binds.
+    ops = _GLOBAL_WRITES | ({"LOAD_GLOBAL"} if code.co_flags & CO_OPTIMIZED else set())
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname in ops)
 
 
-_global_names_of: dict[int, tuple[CodeType, frozenset[str]]] = {}
+_global_names = PerCode(_own_globals)
 
 
 def resolve(frame: FrameType, names: Iterable[str]) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Tests of capture, compilation, binding, saves and shipping; no torch model and no engine."""
