@@ -65,7 +65,12 @@ def demo_engine(demo_path: Path) -> Iterator[Any]:
     """An engine on the demo model in fp32."""
     from midstream import VLLM
 
-    model = VLLM(str(demo_path), dispatch=True, dtype="float32", max_model_len=512,
-                 kv_cache_memory_bytes=1 << 29)
+    model = VLLM(
+        str(demo_path),
+        dispatch=True,
+        dtype="float32",
+        max_model_len=512,
+        kv_cache_memory_bytes=1 << 29,
+    )
     yield model
     type(model).close(model)

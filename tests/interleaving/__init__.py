@@ -1,0 +1,1 @@
+"""Tests of the interleaving layer on a toy model."""

@@ -19,7 +19,7 @@ def steps() -> Steps:
 
 
 def plain(inputs: list[torch.Tensor], **hooks: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The toy's logits and (hidden, residual) of every layer, by plain hooks that may return another output."""
+    """The toy's logits and every layer's (hidden, residual), by hooks that may edit the output."""
     model, seen = Toy().requires_grad_(False), {}
     for index, layer in enumerate(model.layers):
 
@@ -100,7 +100,7 @@ def test_a_replacement_reaches_the_model(steps: Steps) -> None:
 
 
 def test_an_input_can_be_replaced_without_touching_its_other_holders(steps: Steps) -> None:
-    """Assigning a module's input changes that module only; writing in place changes the tensor."""
+    """Assigning an input changes that module only; writing in place changes the tensor."""
     x = rows(3, 1)
 
     def assign() -> None:
@@ -116,9 +116,7 @@ def test_an_input_can_be_replaced_without_touching_its_other_holders(steps: Step
         steps.step([x], [assign]),
         plain([x], layer0=lambda h, r: (Toy().layers[0].mlp.bias.expand(3, 4).clone(), r))[0],
     )
-    assert torch.equal(
-        steps.step([x], [keyword]), plain([x], layer0=lambda h, r: (h * 2, r))[0]
-    )
+    assert torch.equal(steps.step([x], [keyword]), plain([x], layer0=lambda h, r: (h * 2, r))[0])
 
 
 def test_first_keyword_is_the_input_of_a_module_called_by_keyword(steps: Steps) -> None:
@@ -146,7 +144,7 @@ def test_a_wrong_shape_is_an_error_for_that_block_alone(steps: Steps) -> None:
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_a_passed_location_is_refused_at_once(steps: Steps, learned: bool) -> None:
-    """Reading an earlier layer after a later one raises at that line, in the first step and later."""
+    """Reading an earlier layer after a later one raises at that line, also in the first step."""
     x, after = rows(2, 1), []
     if learned:
         steps.step([x], [lambda: None])
@@ -229,7 +227,9 @@ def test_a_write_that_moves_no_version_lands_on_a_cpu(steps: Steps, how: str) ->
 
 def test_nan_rows_do_not_count_as_written(steps: Steps) -> None:
     """A value with NaN that the block only reads is left alone, also where rows are shared."""
-    got, runs = steps.try_step([torch.full((2, 4), float("nan"))], [lambda: steps.root.layers[0].output])
+    got, runs = steps.try_step(
+        [torch.full((2, 4), float("nan"))], [lambda: steps.root.layers[0].output]
+    )
     assert runs[0].error is None
     assert got.isnan().all()
 

@@ -57,7 +57,9 @@ class Steps:
         self.root: Node = self.tree.root
         self.interleaver = Interleaver(self.tree.modules)
 
-    def step(self, inputs: Sequence[torch.Tensor], blocks: Sequence[Callable[[], None]]) -> torch.Tensor:
+    def step(
+        self, inputs: Sequence[torch.Tensor], blocks: Sequence[Callable[[], None]]
+    ) -> torch.Tensor:
         """One step: each block beside its input's rows. Block errors are raised."""
         out, runs = self.try_step(inputs, blocks)
         for run in runs:

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
+_numpy: Any = np.random  # its stubs lack these two functions
 _STATE_BYTES = 4 + 624 * 4  # int index; uint32 state[624]
-_inst: random.Random = random._inst  # type: ignore[attr-defined]  # the module's functions use it
+_inst: random.Random = random._inst  # the module's functions use it
 _address = id(_inst) + object.__basicsize__
 
 
@@ -30,7 +31,7 @@ def _layout_is_known() -> bool:
         return False
     words = np.frombuffer(ctypes.string_at(_address, _STATE_BYTES), dtype=np.uint32)
     *state, index = _inst.getstate()[1]
-    return int(words[0]) == index and words[1:].tolist() == state
+    return bool(words[0] == index and words[1:].tolist() == state)
 
 
 _FAST = _layout_is_known()
@@ -71,7 +72,7 @@ class Generators:
         """The process's generators as they stand."""
         return cls(
             _python_state(),
-            np.random.get_bit_generator(),
+            _numpy.get_bit_generator(),
             torch.default_generator.get_state(),
             [generator.get_state() for generator in _cuda_generators()],
         )
@@ -80,7 +81,7 @@ class Generators:
     def seeded(cls, seed: int) -> Generators:
         """New generators from a seed: the same draws on every rank and in every process."""
         before = cls.current()
-        np.random.set_bit_generator(np.random.MT19937(seed))
+        _numpy.set_bit_generator(np.random.MT19937(seed))
         random.seed(seed)
         torch.default_generator.manual_seed(seed)
         for generator in _cuda_generators():
@@ -91,7 +92,7 @@ class Generators:
         """Make these the process's generators; returns those that were."""
         before = Generators.current()
         _set_python_state(self._python)
-        np.random.set_bit_generator(self._numpy)
+        _numpy.set_bit_generator(self._numpy)
         torch.default_generator.set_state(self._cpu)
         for generator, state in zip(_cuda_generators(), self._cuda, strict=False):
             generator.set_state(state)

@@ -195,7 +195,7 @@ class Interleaver:
         if module is None or path in self._replaced:
             return
         self._replaced[path] = (module, module.__dict__.get("forward"))
-        module.forward = self._traced(path, module.forward)  # type: ignore[method-assign]
+        module.forward = self._traced(path, module.forward)
 
     def _restore(self) -> None:
         for module, own in self._replaced.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import greenlet
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from midstream.interleaving.interleaver import Interleaver
 
 
-class _BlockGreenlet(greenlet.greenlet):
+class _BlockGreenlet(greenlet.greenlet):  # type: ignore[misc]  # greenlet has no types
     """A greenlet that knows its run, so that `node.output` finds it without a table."""
 
     block_run: Run | None = None

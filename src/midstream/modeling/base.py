@@ -20,9 +20,7 @@ class Model:
 
     _tree: Tree | None = None
 
-    def __init__(
-        self, root: torch.nn.Module, rename: Mapping[str, str | list[str]] | None = None
-    ):
+    def __init__(self, root: torch.nn.Module, rename: Mapping[str, str | list[str]] | None = None):
         self._tree = Tree(root, rename)
 
     @property

@@ -112,7 +112,7 @@ def _checked(given: Any, ours: str, name: str) -> bool:
 
 
 def sampling(settings: Mapping[str, Any]) -> Any:
-    """vLLM's sampling parameters from keywords; `max_new_tokens` stands for `max_tokens`.
+    """VLLM's sampling parameters from keywords; `max_new_tokens` stands for `max_tokens`.
 
     Raises:
         TypeError: an unknown keyword, or both spellings of one.

@@ -136,7 +136,7 @@ class Engine:
                 raise MidstreamError(f"The engine did not close the request '{request}'.")
 
     def _taking_records(self, process_outputs: Any) -> Any:
-        """vLLM's output processing, after our own outputs have been taken out."""
+        """VLLM's output processing, after our own outputs have been taken out."""
 
         def without_records(outputs: list[Any], *more: Any, **keywords: Any) -> Any:
             ours = [output for output in outputs if output.request_id == RECORDS]

@@ -83,7 +83,11 @@ class _ReadableMeta(TorchFunctionMode):
     """Answers `.tolist()` of a meta tensor with zeros: some models read tables back when built."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.tolist and args[0].is_meta:
             return torch.zeros(args[0].shape, device="cpu").tolist()

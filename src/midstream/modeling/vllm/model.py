@@ -62,7 +62,9 @@ class VLLM(EngineModel):
         args.check_mode(mode)
         args.refuse(engine)
         if taps:
-            raise UnsupportedError("taps= is not supported yet: leave it out, every location is served.")
+            raise UnsupportedError(
+                "taps= is not supported yet: leave it out, every location is served."
+            )
         self.taps: tuple[str, ...] = tuple(taps)
         bootstrap.prepare_process(self._vllm)
         self._settings = engine
@@ -83,7 +85,7 @@ class VLLM(EngineModel):
 
     @property
     def vllm_entrypoint(self) -> Any:
-        """vLLM's `LLM`; None until the engine is up."""
+        """The engine as vLLM's `LLM`; None until the engine is up."""
         return self._engine.llm if self._engine is not None else None
 
     def dispatch(self) -> None:
@@ -179,7 +181,7 @@ class VLLM(EngineModel):
             ids = self.tokenizer(text)["input_ids"]
         if ids is not None and len(ids) > budget:
             raise PromptError(
-                f"The prompt has {len(ids)} tokens, but the engine runs at most {budget} in a step, "
+                f"The prompt has {len(ids)} tokens, but a step of the engine has at most {budget}, "
                 "and a block has to see its prompt whole. Build the model with "
                 f"max_num_batched_tokens={len(ids)} or more."
             )

@@ -73,7 +73,6 @@ class Tracer:
         _raise(outcome)
 
 
-
 def _raise(outcome: Outcome) -> None:
     record = outcome.record
     if record is not None and record.error is not None:

@@ -1,4 +1,4 @@
-"""The blocks of one worker: taken in with their requests, run beside the steps, closed at the end."""
+"""The blocks of one worker: taken in with requests, run beside the steps, closed at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine process and its client: the engine goes when the client goes, and says why it failed."""
+"""An engine process and its client: the engine goes when the client does, and says why it failed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Reporter(logging.Handler):
         if not path or record.exc_info is None or record.exc_info[1] is None:
             return
         error = record.exc_info[1]
-        text = logging.Formatter().formatException(record.exc_info)  # type: ignore[arg-type]
+        text = logging.Formatter().formatException(record.exc_info)
         failure = Failure(type(error).__name__, str(error), text)
         try:
             with open(path, "ab") as file:

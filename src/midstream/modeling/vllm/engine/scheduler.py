@@ -41,9 +41,18 @@ class BlockSchedulerMixin:
         if failed:
             self._end(failed, outputs)
         if records or closed:
-            _send(outputs, 0, EngineCoreOutput(RECORDS, [], kv_transfer_params={
-                "records": records, "closed": closed,
-            }))
+            _send(
+                outputs,
+                0,
+                EngineCoreOutput(
+                    RECORDS,
+                    [],
+                    kv_transfer_params={
+                        "records": records,
+                        "closed": closed,
+                    },
+                ),
+            )
         return outputs
 
     def _end(self, request_ids: list[str], outputs: dict[int, EngineCoreOutputs]) -> None:
