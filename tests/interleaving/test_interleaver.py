@@ -37,7 +37,7 @@ def plain(inputs: list[torch.Tensor], **hooks: Any) -> tuple[torch.Tensor, dict[
 
 
 def test_a_kept_value_stays_what_it_was(steps: Steps) -> None:
-    """A read kept without a clone equals the value at its location, though the model rewrites it."""
+    """A read kept without a clone is the value at its location, though the model rewrites it."""
     x, kept = rows(5, 1), []
     steps.step([x], [lambda: kept.append(steps.root.layers[0].output)])
     hidden, residual = plain([x])[1][0]

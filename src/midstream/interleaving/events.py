@@ -99,7 +99,7 @@ class Event:
         return self._build(self.leaves) if self._replaced else self._value
 
     def serve(self, rows: Rows) -> Served:
-        """This event as one request sees it."""
+        """The event as one request sees it."""
         return Served(self, rows, self._build)
 
 

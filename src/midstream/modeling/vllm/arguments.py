@@ -22,7 +22,7 @@ _ONE_ONLY = {
 }
 _ABSENT = {
     "speculative_config": "A step would run tokens that are thrown away; leave it out.",
-    "enable_batch_sharded_sampling": "Each rank would see only some requests' logits; leave it out.",
+    "enable_batch_sharded_sampling": "Each rank would see only some requests; leave it out.",
     "enable_sleep_mode": "A sleeping engine has no weights to run a block on; use `close()`.",
     "enable_dbo": "It splits a step's rows in two; leave it out.",
 }

@@ -1,4 +1,4 @@
-"""The client of one vLLM engine: builds it, sends it blocks with their requests, takes records back."""
+"""The client of one vLLM engine: builds it, sends requests with blocks, takes records back."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Engine:
         self._closed.update(message["closed"])
 
     def close(self) -> None:
-        """End the engine's processes and free what this one holds of it. A second call is nothing."""
+        """End the engine's processes and free what this one holds of it; twice is no error."""
         llm, self.llm = self.llm, None
         if llm is None:
             return

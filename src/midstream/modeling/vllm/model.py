@@ -12,11 +12,11 @@ from midstream.interleaving.node import Node
 from midstream.modeling.vllm import arguments as args
 from midstream.modeling.vllm import bootstrap, meta, prompts
 from midstream.modeling.vllm.client import Engine, Outcome
+from midstream.modeling.vllm.data import read
 from midstream.modeling.vllm.locations import EngineModel
 from midstream.modeling.vllm.tracer import Tracer
 from midstream.modeling.vllm.wire import MODEL, NODE, TOKENIZER, TRACER
 from midstream.tracing import Block
-from midstream.tracing.shipping import dumps
 
 
 class VLLM(EngineModel):
@@ -132,6 +132,7 @@ class VLLM(EngineModel):
         prompt: Any,
         *,
         block: Callable[..., Any] | None = None,
+        run: bool = True,
         **settings: Any,
     ) -> Tracer:
         """Run one prompt with a block beside its forward passes.
@@ -139,6 +140,7 @@ class VLLM(EngineModel):
         Args:
             prompt: text, token ids, a tokenizer's output, chat messages, or vLLM's prompt mapping.
             block: a function ``block(model, tracer)`` to run in place of a `with` body.
+            run: False captures only, for ``tracer.to_bytes()``; no engine is needed.
             settings: vLLM's sampling settings (`temperature`, `max_tokens` or `max_new_tokens`,
                 `seed`, ...), and `lora_request`.
 
@@ -151,19 +153,37 @@ class VLLM(EngineModel):
             InterventionError: the block failed (at the end of the `with`).
         """
         args.sampling({k: v for k, v in settings.items() if k != "lora_request"})
-        tracer = Tracer(self, prompts.single(prompt, self.tokenizer), settings)
+        tracer = Tracer(self, prompts.single(prompt, self.tokenizer), settings, run=run)
         if block is not None:
-            tracer.run(Block(function=block))
+            tracer._take(Block(function=block))
+        return tracer
+
+    def run(self, data: bytes) -> Tracer:
+        """Run a trace that another process captured (same midstream and Python version).
+
+        Args:
+            data: what ``tracer.to_bytes()`` gave. It holds code: run only what you trust.
+
+        Returns:
+            The tracer, done: values in ``saves``, the request in ``result``.
+
+        Raises:
+            ValueError: ``data`` is no captured trace, or one of another version.
+            InterventionError: the block failed.
+        """
+        trace = read(data)
+        tracer = Tracer(self, trace.prompt, trace.settings)
+        tracer._block = trace.block
+        tracer._execute()
         return tracer
 
     def _submit(
-        self, prompt: dict[str, Any], settings: Mapping[str, Any], block: Block | bytes
+        self, prompt: dict[str, Any], settings: Mapping[str, Any], payload: bytes
     ) -> Outcome:
-        """Run a block with its request."""
+        """Run a written block with its request."""
         settings = dict(settings)
         lora = settings.pop("lora_request", None)
         params = args.sampling(settings)
-        payload = block if isinstance(block, bytes) else dumps(block, self._reference)
         self.dispatch()
         assert self._engine is not None
         self._check_length(prompt)

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from midstream.errors import InterventionError
+from midstream.errors import CaptureError, InterventionError
+from midstream.modeling.vllm.data import write
 from midstream.modeling.vllm.payloads import BlockError
 from midstream.tracing import Block, Capture, bind
+from midstream.tracing.shipping import dumps
 
 if TYPE_CHECKING:
     from midstream.modeling.vllm.client import Outcome
@@ -29,8 +31,12 @@ class Tracer:
             trace has run and for a request that was aborted.
     """
 
-    def __init__(self, model: VLLM, prompt: Any, settings: Mapping[str, Any]):
+    def __init__(
+        self, model: VLLM, prompt: dict[str, Any], settings: Mapping[str, Any], *, run: bool = True
+    ):
         self._model, self._prompt, self._settings = model, prompt, dict(settings)
+        self._run = run
+        self._block: bytes | None = None
         self._capture: Capture | None = None
         self._frame: FrameType | None = None
         self.saves: dict[str, Any] = {}
@@ -55,22 +61,42 @@ class Tracer:
         if block is None:
             return False
         try:
-            self.run(block)
+            self._take(block)
         finally:
             bind(frame, self.saves)
         return True
 
-    def run(self, block: Block | bytes) -> None:
-        """Run a block on this trace's prompt, keeping what it saved.
+    def _take(self, block: Block) -> None:
+        """Run a captured block, or keep it."""
+        self._block = dumps(block, self._model._reference)
+        if self._run:
+            self._execute()
+
+    def _execute(self) -> None:
+        """Run the block on this trace's prompt, keeping what it saved.
 
         Raises:
             InterventionError: the block failed; what it had saved by then is kept.
         """
-        outcome = self._model._submit(self._prompt, self._settings, block)
+        assert self._block is not None
+        outcome = self._model._submit(self._prompt, self._settings, self._block)
         self.result = outcome.output
         if outcome.record is not None:
             self.saves = outcome.record.saves
         _raise(outcome)
+
+    def to_bytes(self) -> bytes:
+        """The captured trace as bytes, for ``VLLM.run`` in another process. Needs no engine.
+
+        Raises:
+            CaptureError: nothing has been captured yet.
+            TransportError: a setting cannot travel.
+        """
+        if self._block is None:
+            raise CaptureError(
+                "Nothing has been captured yet: call `to_bytes()` after the `with` statement."
+            )
+        return write(self._prompt, self._settings, self._block)
 
 
 def _raise(outcome: Outcome) -> None:

@@ -1,4 +1,4 @@
-"""An engine process and its client: the engine goes when the client does, and says why it failed."""
+"""An engine process and its client: it ends when the client does, and says why it failed."""
 
 from __future__ import annotations
 
