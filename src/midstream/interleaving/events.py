@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from midstream.interleaving.locations import Location
 from midstream.interleaving.structure import describe, flatten, same_shape
 
 
@@ -43,8 +44,9 @@ class Event:
     ):
         self.leaves, self._build = flatten(value)
         self._sizes = sizes
-        self._low = min(span.start for span in spans)
-        self._high = max(span.stop for span in spans)
+        self._low, self._high = spans[0].start, spans[0].stop
+        for span in spans[1:]:
+            self._low, self._high = min(self._low, span.start), max(self._high, span.stop)
         self._copies: dict[int, torch.Tensor] = {}
         self._replaced: set[int] = set()
         self._value = value
@@ -77,6 +79,8 @@ class Event:
             return leaf.clone()
         if index not in self._copies:
             self._copies[index] = leaf.narrow(axis, self._low, self._high - self._low).clone()
+        if rows.start == self._low and rows.stop == self._high:
+            return self._copies[index]
         return self._copies[index].narrow(axis, rows.start - self._low, rows.stop - rows.start)
 
     def put(self, index: int, rows: Rows, value: torch.Tensor, *, replace: bool) -> None:
@@ -175,7 +179,7 @@ class Served:
             self._versions[index] = own._version
             self._shown = self._build(self._mine)
 
-    def settle(self, where: str) -> None:
+    def settle(self, location: Location, visit: int) -> None:
         """Copy back what the block changed in place since it was served.
 
         Raises:
@@ -185,7 +189,7 @@ class Served:
             return
         for index, mine in enumerate(self._mine):
             if isinstance(mine, torch.Tensor) and self._changed(index, mine):
-                self._refuse_shared(index, where)
+                self._refuse_shared(index, location.label(visit))
                 self._versions[index] = mine._version
                 self._event.put(index, self._rows, mine, replace=False)
 

@@ -17,7 +17,7 @@ import torch
 from midstream.errors import OutOfOrderError
 from midstream.interleaving.events import Event, Rows
 from midstream.interleaving.locations import ENGINE_ORDER, Location
-from midstream.interleaving.run import Run
+from midstream.interleaving.run import EXCHANGE, Run
 
 
 class Interleaver:
@@ -38,7 +38,7 @@ class Interleaver:
         self._passed: set[Location] = set()
         self._replaced: dict[str, tuple[torch.nn.Module, Any]] = {}
         self._paused = False
-        self._in_phase = False
+        self.in_forward = False
         self.in_step = False
 
     def begin_step(self, runs: Sequence[Run]) -> None:
@@ -59,14 +59,15 @@ class Interleaver:
             rows: the rows of each active block's request.
             sizes: lengths along which a tensor counts as one row per request or token.
         """
-        self._rows, self._sizes, self._in_phase = rows, sizes, True
+        self._rows, self._sizes, self.in_forward = rows, sizes, True
         try:
             for path in self._paths_to_replace():
                 self._replace(path)
             yield
         finally:
-            self._in_phase = False
+            self.in_forward = False
             self._restore()
+            EXCHANGE.give(None)
 
     def finish_step(self, *, learned: bool = True) -> None:
         """End the step: a block that still waits asked for what this step did not reach.
@@ -127,7 +128,7 @@ class Interleaver:
         run.resume()
         run.served = {}
         try:
-            served.settle(location.label(run.visit))
+            served.settle(location, run.visit)
         except Exception as error:  # noqa: BLE001  # a failed copy is the block's error, never the engine's
             run.fail(error) if run.done else run.resume(error)
         self._after(run)
@@ -142,7 +143,7 @@ class Interleaver:
 
     def _wait(self, run: Run, location: Location) -> None:
         self._waiting.setdefault(location, []).append(run)
-        if self._in_phase and location not in ENGINE_ORDER:
+        if self.in_forward and location not in ENGINE_ORDER:
             self._replace(location.path)
 
     def check(self, run: Run, location: Location) -> None:
@@ -194,15 +195,16 @@ class Interleaver:
         module = self._modules.get(path)
         if module is None or path in self._replaced:
             return
+        # into the instance's dictionary: a module's own attribute setter takes microseconds
         self._replaced[path] = (module, module.__dict__.get("forward"))
-        module.forward = self._traced(path, module.forward)
+        module.__dict__["forward"] = self._traced(path, module.forward)
 
     def _restore(self) -> None:
         for module, own in self._replaced.values():
             if own is None:
-                del module.forward
+                del module.__dict__["forward"]
             else:
-                module.forward = own
+                module.__dict__["forward"] = own
         self._replaced.clear()
 
     def _traced(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,7 +213,11 @@ class Interleaver:
         def traced(*args: Any, **kwargs: Any) -> Any:
             if self._paused:
                 return forward(*args, **kwargs)
-            args, kwargs = self.hand_over(entry, (args, kwargs))
-            return self.hand_over(leave, forward(*args, **kwargs))
+            if entry in self._waiting or not self._learned:
+                args, kwargs = self.hand_over(entry, (args, kwargs))
+            value = forward(*args, **kwargs)
+            if leave in self._waiting or not self._learned:
+                value = self.hand_over(leave, value)
+            return value
 
         return traced

@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING
 import greenlet
 
 from midstream.errors import NotInTraceError
-from midstream.interleaving.generators import Generators
+from midstream.interleaving.generators import Exchange, Generators
 from midstream.interleaving.locations import Location
 from midstream.interleaving.modes import BlockModes
 
 if TYPE_CHECKING:
     from midstream.interleaving.events import Served
     from midstream.interleaving.interleaver import Interleaver
+
+
+EXCHANGE = Exchange()
+"""Whose random generators this process has; there is one set, whatever the number of models."""
 
 
 class _BlockGreenlet(greenlet.greenlet):  # type: ignore[misc]  # greenlet has no types
@@ -84,16 +88,21 @@ class Run:
             return
         self._greenlet.parent = greenlet.getcurrent()
         self.wanted = None
-        generators = self._generators or Generators.seeded(self._seed)
-        engine = generators.install()
-        try:
-            with self._modes:
-                if error is None:
-                    self._greenlet.switch()
-                else:
-                    self._greenlet.throw(error)
-        finally:
-            self._generators = engine.install()
+        if self._generators is None:
+            self._generators = Generators(self._seed)
+        EXCHANGE.give(self._generators)
+        with self._modes:
+            if error is None:
+                self._greenlet.switch()
+            else:
+                self._greenlet.throw(error)
+        if not self.keeps_generators:
+            EXCHANGE.give(None)
+
+    @property
+    def keeps_generators(self) -> bool:
+        """Whether the block's generators may stay installed while the forward goes on."""
+        return self.interleaver is not None and self.interleaver.in_forward and not self.done
 
     def kill(self) -> None:
         """Unwind the block where it waits; its `finally` clauses run, nothing is recorded."""
