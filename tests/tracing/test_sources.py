@@ -26,9 +26,11 @@ print(f(8))
 
 
 def test_script(tmp_path):
-    """A script run by path, also with a relative one from which it then moves away."""
+    """A script run by path, also by a relative one with another directory made current."""
     (tmp_path / "script.py").write_text(TRACE + "import os; os.chdir('/')\n" + PROGRAM)
     done = python(str(tmp_path / "script.py"))
+    relative = python("script.py", cwd=tmp_path)
+    assert relative.stdout == done.stdout, relative.stderr
     assert done.stdout.split("\n")[:3] == ["[3] 22", "[4] 22", "[8]"], done.stderr
 
 

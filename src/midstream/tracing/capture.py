@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dis
-import sys
 import warnings
 from dataclasses import dataclass
 from types import FrameType, ModuleType
@@ -19,6 +18,7 @@ from midstream.errors import (
 )
 from midstream.tracing.block import Block, Code, Compiled
 from midstream.tracing.checks import check_body, check_layout
+from midstream.tracing.hooks import TraceHook
 from midstream.tracing.names import resolve
 from midstream.tracing.percode import PerCode
 from midstream.tracing.saves import save
@@ -70,8 +70,7 @@ class Capture:
         self._frame: FrameType | None = frame
         self._site = site
         self._signal = _BodySkipped()
-        self._reached = False
-        self._arm(frame)
+        self._hook = TraceHook(frame, self._trace)
 
     @classmethod
     def begin(cls, frame: FrameType, what: str = "trace") -> Capture:
@@ -116,17 +115,7 @@ class Capture:
             return Block(code=self._site.code, values=values)
         finally:
             signal.__traceback__ = None  # it holds the frame, and the frame holds us
-            self._disarm(frame)
-
-    def _arm(self, frame: FrameType) -> None:
-        self._saved = (sys.gettrace(), frame.f_trace, frame.f_trace_lines)
-        frame.f_trace_lines = True
-        frame.f_trace = self._trace
-        sys.settrace(self._trace)
-
-    def _disarm(self, frame: FrameType) -> None:
-        previous, frame.f_trace, frame.f_trace_lines = self._saved
-        sys.settrace(previous)
+            self._hook.restore()
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         if frame is not self._frame:
