@@ -138,7 +138,7 @@ def test_comprehension_in_a_class_body():
         value = ()
         with Trace():
             value = len("ab").save()
-        seen = [len(global_list) for _ in range(1)]
+        seen = len([len(global_list) for _ in range(1)])
 
     assert Holder.value == 2
 

@@ -307,15 +307,16 @@ def test_and_for_or_in_a_module_without_asserts(tmp_path):
 
 def test_edit_of_a_module_with_rewritten_asserts(tmp_path, monkeypatch):
     """An edit is seen in a module whose asserts pytest rewrote, and its own asserts are not one."""
+    header = f"from {Trace.__module__} import Trace\n"
     text = BEFORE.replace("z = 2", "assert x == [y + 1, a], 'said'")
     for name, after in (("kept_asserts", text), ("edited_asserts", text.replace("a]", "1]", 1))):
         path = tmp_path / f"{name}.py"
-        path.write_text("from tests.tracing.helpers import Trace\n" + text)
+        path.write_text(header + text)
         pytest.register_assert_rewrite(name)
         monkeypatch.syspath_prepend(tmp_path)
         module = importlib.import_module(name)
         assert "@pytest_ar" in vars(module)
-        path.write_text("from tests.tracing.helpers import Trace\n" + after)
+        path.write_text(header + after)
         if after == text:
             assert module.f() == [6, 1]
         else:

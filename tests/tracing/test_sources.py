@@ -98,6 +98,13 @@ def test_notebook_cell(shell, interactivity):
     assert shell.user_ns["z"] == [3]
 
 
+def test_notebook_cell_that_imports_what_its_block_uses(shell):
+    """An import in the same cell, which changes how calls are compiled, does not hide the block."""
+    cell = "import math\nwith Trace():\n    r = [math.sqrt(4), math.ceil(x=1) if 0 else 1].save()"
+    shell.run_cell(cell).raise_error()
+    assert shell.user_ns["r"] == [2.0, 1]
+
+
 def test_notebook_cell_with_magics_and_await(shell):
     """Line magics and top-level await in the same cell do not hide the block."""
     cell = """

@@ -22,7 +22,14 @@ from midstream.tracing.hooks import TraceHook
 from midstream.tracing.names import resolve
 from midstream.tracing.percode import PerCode
 from midstream.tracing.saves import save
-from midstream.tracing.sources import Found, Source, future_flags, sources, with_position
+from midstream.tracing.sources import (
+    BLOCK_NAME,
+    Found,
+    Source,
+    future_flags,
+    sources,
+    with_position,
+)
 from midstream.tracing.verifying import Body, is_same, is_skippable
 
 __all__ = ["Capture"]
@@ -231,6 +238,8 @@ def _warn_bare_saves(frame: FrameType, site: _Site) -> None:
     compiled = site.compiled
     if not compiled.bare_saves and not compiled.bare_calls:
         return
+    if BLOCK_NAME in frame.f_globals:
+        return  # a trace inside a block: the block's own capture has warned
     owners = resolve(frame, {name for name, _ in compiled.bare_calls})
     calls = [line for name, line in compiled.bare_calls if _is_ours(owners.get(name))]
     for line in sorted({*compiled.bare_saves, *calls}):
