@@ -69,7 +69,7 @@ def test_a_name_read_before_it_is_bound_is_carried():
 def test_unbound_local_is_not_looked_up_elsewhere():
     """A variable that is local but unbound is an error when read, not the global of that name."""
     with pytest.raises(NameError, match="outside"), Trace() as trace:
-        missing = outside
+        missing = outside  # noqa: F823 - that is the point
     outside = trace  # makes the name local to this function
 
 
@@ -103,9 +103,9 @@ def test_method_and_private_names():
             __mine = 3
             with Trace():
                 __found = [*self.__secret, __mine].save()
-            return __found
+            return [*__found, 5]
 
-    assert _Owner().read() == [4, 3]
+    assert _Owner().read() == [4, 3, 5]
 
 
 def test_closures_are_read_and_bound():
@@ -200,7 +200,7 @@ def test_nested_control_flow():
                             with Trace():
                                 a = [i, "match"].save()
                             got.append(a)
-                raise KeyError
+                {}[i]
             except KeyError:
                 with Trace():
                     b = [i, "except"].save()
@@ -251,7 +251,8 @@ def test_first_statements_of_every_shape():
             try:
                 c = [3].save()
             finally:
-                break
+                pass
+            break
     with Trace():
         pass
         try:
@@ -299,7 +300,7 @@ def test_recursion_and_threads():
         rest = down(n - 1) if n else []
         with Trace():
             result = [n, *rest].save()
-        return result
+        return list(result)
 
     results = {}
     threads = [threading.Thread(target=lambda i=i: results.update({i: down(i)})) for i in range(4)]
@@ -316,7 +317,7 @@ def test_module_with_asserts_rewritten_by_pytest():
     with Trace():
         assert values, "said before"
         copy = list(values).save()
-        assert [v for v in copy] == [1]
+        assert [v + 1 for v in copy] == [2]
     assert copy == [1]
     with pytest.raises(AssertionError), Trace():
         assert not values
@@ -338,7 +339,7 @@ def test_annotated_assignment_and_walrus():
     """Annotated variables and assignment expressions of a block bind as in a function."""
     with Trace():
         first: no_such_type = [1].save()
-        second: int
+        second: int  # noqa: F842
         if (third := [3].save()) and first:
             pass
     assert (first, third) == ([1], [3])

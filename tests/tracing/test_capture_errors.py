@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import linecache
 import os
 
@@ -99,7 +100,7 @@ def test_await_at_block_level(tmp_path, body):
     lines = ["async def g(y=()):", "    with Trace():"]
     lines += [f"        {line}" for line in body.split("\n")]
     module = load(tmp_path / "awaits_module.py", "\n".join(lines))
-    with pytest.raises(BlockSyntaxError, match="await|asynchronous"):
+    with pytest.raises(BlockSyntaxError, match=r"await|asynchronous"):
         module.g().send(None)
 
 
@@ -133,7 +134,7 @@ def test_nonlocal_at_block_level():
 
 def test_nonlocal_of_a_block_name_in_a_nested_function():
     """`nonlocal` that means a block's own name says to write `global`."""
-    with pytest.raises(BlockSyntaxError, match="write `global` instead"), Trace():
+    with pytest.raises(BlockSyntaxError, match="write `global` instead"), Trace():  # noqa: PT012
         count = 0
 
         def bump():
@@ -169,21 +170,23 @@ def test_old_spellings(tmp_path, body, spelling):
     """Spellings of other tools are refused with the one to use."""
     header = "with model.trace('x') as tracer:"
     around = "def f(model=type('M', (), {'trace': lambda s, p: Trace()})()):"
-    with pytest.raises(BlockSyntaxError, match="write|loop") as caught:
+    with pytest.raises(BlockSyntaxError, match=r"write|loop") as caught:
         run_in_function(tmp_path, body, header, around)
     assert spelling in str(caught.value)
 
 
-def test_unrelated_names_keep_their_methods(tmp_path):
+def test_unrelated_names_keep_their_methods():
     """`iter`, `all` and `backend` of other objects are no old spellings."""
-    body = (
-        "x = [other.iter, other.all(), other.backend()].save()\nfor i in tracer.iter[:]:\n    pass"
-    )
-    around = "def f(model=None, other=Thing(), tracer=None):"
-    thing = "class Thing:\n    iter = {slice(None): ()}\n    all = backend = lambda self: 1\n"
-    around = thing.replace("slice(None): ()", "") + around
-    with pytest.raises(AttributeError, match="iter"):  # from the run: the helper has no `iter`
-        run_in_function(tmp_path, body, around=around)
+
+    class Other:
+        iter = (1, 2)
+        all = backend = staticmethod(lambda: 3)
+
+    other = Other()
+    with Trace() as tracer:
+        seen = [*other.iter, other.all(), other.backend()].save()
+        method = [tracer.invoke.__name__].save()
+    assert (seen, method) == ([1, 2, 3, 3], ["invoke"])
 
 
 def test_body_on_the_header_line(tmp_path):
@@ -207,7 +210,7 @@ def test_body_on_the_header_line(tmp_path):
 
 def test_body_that_starts_with_try():
     """`try` as the first statement is refused with the remedy."""
-    with pytest.raises(BlockLayoutError, match="put any statement"), Trace():
+    with pytest.raises(BlockLayoutError, match="put any statement"), Trace():  # noqa: PT012
         try:
             x = 1
         finally:
@@ -216,7 +219,7 @@ def test_body_that_starts_with_try():
 
 def test_another_item_after_ours():
     """A context manager after ours in the same `with` is refused."""
-    with pytest.raises(BlockLayoutError, match="put trace"):
+    with pytest.raises(BlockLayoutError, match="put trace"):  # noqa: SIM117
         with Trace() as t, contextlib.nullcontext():
             x = 1
 
@@ -300,6 +303,32 @@ def test_and_for_or_in_a_module_without_asserts(tmp_path):
     linecache.checkcache()
     with pytest.raises(SourceChangedError):
         module.f()
+
+
+def test_edit_of_a_module_with_rewritten_asserts(tmp_path, monkeypatch):
+    """An edit is seen in a module whose asserts pytest rewrote, and its own asserts are not one."""
+    header = f"from {Trace.__module__} import Trace\n"
+    text = BEFORE.replace("z = 2", "assert x == [y + 1, a], 'said'")
+    for name, after in (("kept_asserts", text), ("edited_asserts", text.replace("a]", "1]", 1))):
+        path = tmp_path / f"{name}.py"
+        path.write_text(header + text)
+        pytest.register_assert_rewrite(name)
+        monkeypatch.syspath_prepend(tmp_path)
+        module = importlib.import_module(name)
+        assert "@pytest_ar" in vars(module)
+        path.write_text(header + after)
+        if after == text:
+            assert module.f() == [6, 1]
+        else:
+            with pytest.raises(SourceChangedError):
+                module.f()
+
+
+def test_many_constants_and_names(tmp_path):
+    """A body far into a function with hundreds of constants is verified like any other."""
+    many = "".join(f"    v{i} = {i}.5\n" for i in range(400))
+    text = f"def f():\n{many}    with Trace():\n        x = [v399, 1234.5].save()\n    return x\n"
+    assert load(tmp_path / "many_module.py", text).f() == [399.5, 1234.5]
 
 
 def test_file_that_is_gone(tmp_path):

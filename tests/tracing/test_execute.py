@@ -20,7 +20,7 @@ def run(block, *arguments):
 
 def test_saves_are_there_after_an_exception():
     """What was saved before a block failed is returned, and the exception comes out as it is."""
-    with pytest.raises(ZeroDivisionError), Trace() as trace:
+    with pytest.raises(ZeroDivisionError), Trace() as trace:  # noqa: PT012
         before = [1].save()
         1 / 0
         after = [2].save()
@@ -94,7 +94,7 @@ def test_function_form_after_an_exception():
 
 
 def test_function_form_of_every_kind():
-    """Methods, partials, wrapped functions and callable objects are blocks, saves in helpers too."""
+    """Methods, partials, wrapped functions and callable objects work, saves in helpers too."""
 
     def helper(value):
         return save([value])
@@ -136,12 +136,12 @@ def g(trace):
 
 
 def test_traceback_shows_the_users_lines(tmp_path):
-    """The text has the user's file, true lines and the block's own text, even if the file is gone."""
+    """The text has the user's file, true lines and the block's own text, if the file is gone."""
     path = tmp_path / "failing_module.py"
     module = load(path, FAILING)
     trace = Trace()
+    module.Trace = lambda: trace
     with pytest.raises(ZeroDivisionError) as caught:
-        module.Trace = lambda: trace
         module.f()
     path.write_text("# nothing of what ran\n" * 20)
     linecache.clearcache()
@@ -156,7 +156,8 @@ def test_traceback_shows_the_users_lines(tmp_path):
 
 def test_traceback_drops_our_frames_from_causes_too():
     """Chained exceptions are shown, without midstream's frames in any of them."""
-    source = "    try:\n        save_it()\n    except Exception as e:\n        raise KeyError('k') from e\n"
+    source = "    try:\n        save_it()\n"
+    source += "    except Exception as e:\n        raise KeyError('k') from e\n"
     block = Block(code=Code(source, "f.py", 2), values={"save_it": lambda: save.nothing})
     block.code.compiled()
     with pytest.raises(KeyError) as caught:

@@ -79,11 +79,13 @@ def test_value_that_cannot_travel_is_named():
 def test_value_that_cannot_be_rebuilt_is_named():
     """A value that fails on the other side is named there."""
     data = dumps(captured(good=1, bad=Unloadable()), nobody)
-    with pytest.raises(TransportError, match="`bad` cannot be rebuilt.*LookupError: not here"):
+    with pytest.raises(TransportError, match=r"`bad` cannot be rebuilt.*LookupError: not here"):
         loads(data, nobody)
 
 
 class Unloadable:
+    """An object that can be pickled and not rebuilt."""
+
     def __reduce__(self):
         return _fail, ()
 

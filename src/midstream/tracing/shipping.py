@@ -185,7 +185,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
             cloudpickle.unregister_pickle_by_value(module)
 
 
-_by_value_lock = threading.Lock()
+_by_value_lock = threading.RLock()
 
 
 class _Unpickler(pickle.Unpickler):
