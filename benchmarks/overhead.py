@@ -17,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.table import interleaved_us, markdown, median_us, write
+
 from midstream import VLLM
 from midstream.tracing import Capture
 
@@ -38,7 +39,12 @@ class Captured:
 
 def capture_rows() -> list[list[str]]:
     """Cold: a `with` statement never seen before. Warm: one seen before."""
-    source = "def run(scale, model):\n    with Captured():\n        h = model.x.output * scale\n        h.save()\n"
+    source = (
+        "def run(scale, model):\n"
+        "    with Captured():\n"
+        "        h = model.x.output * scale\n"
+        "        h.save()\n"
+    )
     import linecache
 
     def cold() -> None:
@@ -159,8 +165,9 @@ def models(given: list[str]) -> dict[str, tuple[str, dict[str, Any]]]:
     """Folders to measure, with engine arguments."""
     if given:
         return {Path(path).name: (path, {}) for path in given}
-    from midstream.demo import demo_model
     from tests.support.checkpoints import checkpoint
+
+    from midstream.demo import demo_model
 
     small = {"dtype": "float32", "max_model_len": 512}
     tiny = str(checkpoint("T-LLAMA", with_tokenizer=True))

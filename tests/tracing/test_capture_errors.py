@@ -134,7 +134,7 @@ def test_nonlocal_at_block_level():
 
 def test_nonlocal_of_a_block_name_in_a_nested_function():
     """`nonlocal` that means a block's own name says to write `global`."""
-    with pytest.raises(BlockSyntaxError, match="write `global` instead"), Trace():  # noqa: PT012
+    with pytest.raises(BlockSyntaxError, match="write `global` instead"), Trace():
         count = 0
 
         def bump():
@@ -210,7 +210,7 @@ def test_body_on_the_header_line(tmp_path):
 
 def test_body_that_starts_with_try():
     """`try` as the first statement is refused with the remedy."""
-    with pytest.raises(BlockLayoutError, match="put any statement"), Trace():  # noqa: PT012
+    with pytest.raises(BlockLayoutError, match="put any statement"), Trace():
         try:
             x = 1
         finally:
@@ -219,7 +219,7 @@ def test_body_that_starts_with_try():
 
 def test_another_item_after_ours():
     """A context manager after ours in the same `with` is refused."""
-    with pytest.raises(BlockLayoutError, match="put trace"):  # noqa: SIM117
+    with pytest.raises(BlockLayoutError, match="put trace"):
         with Trace() as t, contextlib.nullcontext():
             x = 1
 

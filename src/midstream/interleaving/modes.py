@@ -16,8 +16,8 @@ from torch.overrides import _push_mode as _push_function_mode
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
-# what `torch.inference_mode` and `torch.set_grad_enabled` call, without their Python wrappers: every
-# visit of every block passes here
+# what `torch.inference_mode` and `torch.set_grad_enabled` call, without their Python wrappers:
+# every visit of every block passes here
 _InferenceMode: Any = torch._C._InferenceMode
 _set_grad = torch._C._set_grad_enabled
 
