@@ -7,7 +7,7 @@
     │   ├── WithBlockNotFoundError        no source for the `with` statement
     │   │   └── SourceChangedError        the file no longer is the code that runs
     │   ├── BlockSyntaxError              also SyntaxError: `return`, `await`, ... in a block
-    │   └── BlockLayoutError              also ValueError: body on the header's line, starts with `try`
+    │   └── BlockLayoutError              also ValueError: body on the header's line, `try` first
     ├── NotInTraceError                   also ValueError: `.output` or `.save()` outside a block
     ├── OutOfOrderError                   also RuntimeError: the model already ran past a location
     ├── PromptError                       also ValueError: a prompt that is not exactly one prompt
