@@ -6,7 +6,6 @@ may be unable to import them. What is installed (the standard library, site-pack
 
 from __future__ import annotations
 
-import importlib.metadata
 import io
 import pickle
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 import cloudpickle
 import msgspec
 
+from midstream._version import __version__
 from midstream.errors import DataVersionError, TransportError
 from midstream.tracing.block import Block, Code
 from midstream.tracing.tensors import reduce_tensor
@@ -49,11 +49,7 @@ class _Envelope(msgspec.Struct):
 
 
 def _versions() -> _Versions:
-    try:
-        installed = importlib.metadata.version("midstream")
-    except importlib.metadata.PackageNotFoundError:
-        installed = "unknown"
-    return _Versions(installed, f"{sys.version_info.major}.{sys.version_info.minor}")
+    return _Versions(__version__, f"{sys.version_info.major}.{sys.version_info.minor}")
 
 
 _here = lru_cache(maxsize=1)(_versions)
