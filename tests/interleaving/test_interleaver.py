@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from midstream.errors import NotInTraceError, OutOfOrderError
+from midstream.interleaving.events import Rows
 from midstream.interleaving.locations import LOGITS
-from midstream.interleaving.run import current_run
+from midstream.interleaving.run import Run, current_run
 from tests.interleaving.toy import Steps, Toy, rows
 
 
@@ -315,3 +316,46 @@ def test_an_error_in_a_block_leaves_the_step_alone(steps: Steps) -> None:
         got, runs = steps.try_step([rows(2, 1)], [block])
         assert runs[0].error is error
         assert torch.equal(got, plain([rows(2, 1)])[0])
+
+
+def test_a_block_that_catches_everything_does_not_hold_the_step(steps: Steps) -> None:
+    """A block that swallows the error of a missing location goes on to its end."""
+    after = []
+
+    def block() -> None:
+        try:
+            steps.root.unused.output
+        except OutOfOrderError:
+            after.append("caught")
+        try:
+            steps.root.layers[0].output
+        except OutOfOrderError:
+            after.append("refused")
+
+    steps.step([rows(2, 1)], [block])
+    assert after == ["caught", "refused"]
+
+
+def test_a_block_that_cannot_be_unwound_is_left_behind(steps: Steps) -> None:
+    """A block that catches its own unwinding is never resumed again, and nothing else changes."""
+    parts, entered = [rows(2, 1), rows(3, 2)], []
+
+    def stubborn() -> None:
+        for _ in range(2):
+            try:
+                steps.root.layers[0].output
+                steps.root.layers[2].output
+            except BaseException as error:  # noqa: BLE001
+                entered.append(type(error).__name__)
+
+    run = Run(stubborn)
+    with steps.interleaver.phase({run: Rows(0, 2)}, (5,)):
+        steps.interleaver.begin_step([run])
+        run.kill()
+        assert run.done
+    steps.interleaver.finish_step()
+    assert entered == ["GreenletExit"]
+    kept: list[Any] = []
+    steps.step(parts, [lambda: kept.append(steps.root.layers[0].output)])
+    assert len(kept) == 1
+    assert entered == ["GreenletExit"]

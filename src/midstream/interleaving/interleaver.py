@@ -76,6 +76,8 @@ class Interleaver:
             learned: whether the step ran all its phases, so that the order of modules is known.
         """
         waiting, self._waiting = self._waiting, {}
+        self._learned = self._learned or learned
+        self.in_step = False  # a block that catches the error and asks again is refused at once
         for location, runs in waiting.items():
             for run in runs:
                 run.resume(
@@ -84,8 +86,6 @@ class Interleaver:
                         "The block asked for it, and the step ended without it."
                     )
                 )
-        self._learned = self._learned or learned
-        self.in_step = False
 
     def hand_over(
         self,
@@ -111,26 +111,22 @@ class Interleaver:
             return value
         if rows is None:
             rows, sizes = self._rows, self._sizes
-        try:
-            event = Event(value, sizes, [rows[run] for run in runs], check)
-            for run in runs:
-                self._serve(run, location, event, rows[run])
-            return event.result()
-        except Exception as error:  # noqa: BLE001  # whatever goes wrong here, the forward goes on
-            for run in runs:
-                run.fail(error)
-            return value
+        event = Event(value, sizes, [rows[run] for run in runs], check)
+        for run in runs:
+            self._serve(run, location, event, rows[run])
+        return event.result()
 
     def _serve(self, run: Run, location: Location, event: Event, rows: Rows) -> None:
         """Give one block its rows, let it execute, and take back what it changed."""
         served = event.serve(rows)
         run.served = {location: served}
-        run.resume()
-        run.served = {}
         try:
+            run.resume()
             served.settle(location, run.visit)
         except Exception as error:  # noqa: BLE001  # a failed copy is the block's error, never the engine's
             run.fail(error) if run.done else run.resume(error)
+        finally:
+            run.served = {}
         self._after(run)
 
     def _turn(self, run: Run) -> None:

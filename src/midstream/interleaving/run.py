@@ -23,6 +23,9 @@ EXCHANGE = Exchange()
 """Whose random generators this process has; there is one set, whatever the number of models."""
 
 
+_ABANDONED: list[greenlet.greenlet] = []
+
+
 class _BlockGreenlet(greenlet.greenlet):  # type: ignore[misc]  # greenlet has no types
     """A greenlet that knows its run, so that `node.output` finds it without a table."""
 
@@ -66,12 +69,13 @@ class Run:
         self.wanted: Location | None = None
         self.served: dict[Location, Served] = {}
         self.error: BaseException | None = None
+        self._abandoned = False
         self.marks: tuple[Location, int] | None = None
 
     @property
     def done(self) -> bool:
         """Whether the block has ended, by itself or by an error."""
-        return bool(self._greenlet.dead)
+        return self._abandoned or bool(self._greenlet.dead)
 
     @property
     def started(self) -> bool:
@@ -105,9 +109,20 @@ class Run:
         return self.interleaver is not None and self.interleaver.in_forward and not self.done
 
     def kill(self) -> None:
-        """Unwind the block where it waits; its `finally` clauses run, nothing is recorded."""
-        if not self.done:
+        """Unwind the block where it waits; its `finally` clauses run, nothing is recorded.
+
+        A block that does not let itself be unwound, or that belongs to another thread, is never
+        resumed again. It is kept, since Python would unwind it once more to free it.
+        """
+        if self.done:
+            return
+        try:
             self.resume(greenlet.GreenletExit())
+        except greenlet.error:
+            EXCHANGE.give(None)
+        if not self.done:
+            self._abandoned = True
+            _ABANDONED.append(self._greenlet)
 
     def fail(self, error: BaseException) -> None:
         """End the block with an error that the machinery, not the block, met."""
