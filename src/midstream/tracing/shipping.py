@@ -6,6 +6,7 @@ may be unable to import them. What is installed (the standard library, site-pack
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import pickle
 import sys
@@ -196,9 +197,16 @@ class _Unpickler(pickle.Unpickler):
 def _is_users(module: ModuleType) -> bool:
     """Whether a module is the user's own: from a file that no installation put there."""
     file = getattr(module, "__file__", None)
-    if not file or module.__name__.partition(".")[0] in _ENGINE_PACKAGES:
+    package = module.__name__.partition(".")[0]
+    if not file or package in _ENGINE_PACKAGES or package in _installed_packages():
         return False
     return _is_users_file(file)
+
+
+@lru_cache(maxsize=1)
+def _installed_packages() -> frozenset[str]:
+    """Top-level packages of all installed distributions, wherever they lie on the path."""
+    return frozenset(importlib.metadata.packages_distributions())
 
 
 @lru_cache(maxsize=1024)
