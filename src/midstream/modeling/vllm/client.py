@@ -9,7 +9,8 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,12 +186,32 @@ def _build(repo: str, settings: dict[str, Any], vllm: bootstrap.Installed, owner
         variables[process.CLIENT] = owner
         if not bootstrap.in_process():
             variables[process.REPORT] = os.environ.get(process.REPORT, str(report))
-        with bootstrap.environment(variables):
+        with bootstrap.environment(variables), _one_thread():
             _refuse_reimport(variables.get(process.REPORT))
             try:
                 return LLM(model=repo, **settings)
             except Exception as error:
                 raise _failure(error, process.read_failures(report)) from error
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep PyTorch to one thread while vLLM forks this process.
+
+    A fork does not take OpenMP's threads along, and the child waits for them for ever as soon as
+    an operation wants more than one. vLLM's processes serve with one thread anyway.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    forks = not bootstrap.in_process() and threads > 1
+    if forks:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if forks:
+            torch.set_num_threads(threads)
 
 
 def _refuse_reimport(report: str | None) -> None:
