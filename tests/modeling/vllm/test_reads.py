@@ -340,3 +340,17 @@ def test_parameters_can_be_read(llama: Any, hf: Oracle) -> None:
         gain = llama.model.norm.weight.save()
     assert torch.equal(head, hf.model.lm_head.weight)
     assert torch.equal(gain, hf.model.model.norm.weight)
+
+
+def test_output_of_a_module_after_something_inside_it(llama: Any, hf: Oracle) -> None:
+    """In every step a block may read inside a module and then go on to the module's own output."""
+    right = hf.reads(C, layers=[1, 2])
+    for _ in range(2):
+        with llama.trace(C, **GREEDY):
+            neurons = llama.model.layers[1].mlp.act_fn.output
+            inner = llama.model.layers[1].mlp.output.save()
+            outer = llama.model.layers[1].output.save()
+            trunk = llama.model.output.save()
+        assert torch.equal(inner, outer[0])
+        assert_close(outer, right["model.layers.1.output"], right["model.layers.2.output"])
+        assert_close(trunk, right["model.output"], right["model.norm.output"][1])
