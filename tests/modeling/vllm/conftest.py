@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,3 +58,39 @@ def live(model: Any) -> list[int]:
     """How many blocks each worker of the engine holds."""
     counts: list[int] = model.vllm_entrypoint.collective_rpc("midstream_live")
     return counts
+
+
+class Neighbour:
+    """A plain request that runs in the same steps as whatever is traced next.
+
+    Attributes:
+        widths: number of rows of each step's embedding, to see that two prompts shared one.
+    """
+
+    def __init__(self, model: Any, ids: Sequence[int], **settings: Any):
+        from vllm import SamplingParams
+
+        self._engine = model.vllm_entrypoint.llm_engine
+        self.widths: list[int] = []
+        embedding = model_of(model).get_submodule("model.embed_tokens")
+        self._hook = embedding.register_forward_pre_hook(
+            lambda _, args: self.widths.append(len(args[0]))
+        )
+        params = SamplingParams(temperature=0.0, **settings)
+        self._engine.add_request("neighbour", {"prompt_token_ids": list(ids)}, params)
+
+    def tokens(self) -> list[int]:
+        """Step the engine until the request is done and return its tokens."""
+        finished: list[int] | None = None
+        while finished is None:
+            for output in self._engine.step():
+                if output.request_id == "neighbour" and output.finished:
+                    finished = list(output.outputs[0].token_ids)
+        self._hook.remove()
+        return finished
+
+
+def model_of(model: Any) -> Any:
+    """The module that vLLM runs in this process."""
+    core = model.vllm_entrypoint.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.model_runner.model
