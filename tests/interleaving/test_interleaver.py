@@ -316,6 +316,19 @@ def test_output_of_a_module_after_something_inside_it(steps: Steps) -> None:
     assert torch.equal(got[2], got[3])
 
 
+def test_block_reads_back_its_own_write_beside_another_reader(steps: Steps) -> None:
+    """A value assigned unread is read back as assigned, also where another block read before."""
+    new, got = rows(3, 7), []
+
+    def write() -> None:
+        layer = steps.root.layers[0]
+        layer.mlp.output = new
+        got.append(layer.mlp.output)
+
+    steps.step([rows(2, 1), rows(3, 2)], [lambda: steps.root.layers[0].mlp.output, write])
+    assert torch.equal(got[0], new)
+
+
 def test_values_outside_a_block_are_refused(steps: Steps) -> None:
     """Reading a location outside a running block says where it belongs."""
     with pytest.raises(NotInTraceError, match="outside a running block"):

@@ -114,11 +114,12 @@ class Served:
         self._event, self._rows, self._build = event, rows, build
         self._mine: list[Any] | None = None
         self._versions: list[int] = []
+        self._assigned: dict[int, torch.Tensor] = {}
 
     def read(self) -> Any:
         """The block's private copy; the same object at every read of this visit."""
         if self._mine is None:
-            self._mine = [self._event.copy(i, self._rows) for i in range(len(self._event.leaves))]
+            self._mine = [self._own(index) for index in range(len(self._event.leaves))]
             self._versions = [_version(leaf) for leaf in self._mine]
             self._shown = self._build(self._mine)
         return self._shown
@@ -174,10 +175,20 @@ class Served:
         live = self._event.live(index, self._rows)
         own = new.detach().to(live.device, live.dtype, copy=True)
         self._event.put(index, self._rows, own, replace=True)
-        if self._mine is not None:
-            self._mine[index] = own
-            self._versions[index] = own._version
-            self._shown = self._build(self._mine)
+        if self._mine is None:
+            self._assigned[index] = own
+            return
+        self._mine[index] = own
+        self._versions[index] = own._version
+        self._shown = self._build(self._mine)
+
+    def _own(self, index: int) -> Any:
+        """The block's own leaf: what it assigned before it read, else a copy.
+
+        The copies are of the rows as they were when the first of the step's blocks read.
+        """
+        assigned = self._assigned.get(index)
+        return self._event.copy(index, self._rows) if assigned is None else assigned
 
     def settle(self, location: Location, visit: int) -> None:
         """Copy back what the block changed in place since it was served.
