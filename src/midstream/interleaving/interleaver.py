@@ -126,6 +126,9 @@ class Interleaver:
             run.resume()
             served.settle(location, run.visit)
         except Exception as error:  # noqa: BLE001  # a failed copy is the block's error, never the engine's
+            if run.marks is not None:
+                _, file, line = run.marks
+                error.add_note(f'Met in the value that was read at File "{file}", line {line}.')
             run.fail(error) if run.done else run.resume(error)
         finally:
             run.served = {}
@@ -160,7 +163,7 @@ class Interleaver:
             return
         text = f"'{location.label(run.visit)}' was requested but the model already ran past it"
         if run.marks is not None:
-            served, line = run.marks
+            served, _, line = run.marks
             text += (
                 f": the block had already been given '{served.label(run.visit)}'. "
                 f"Move this access above line {line}"

@@ -417,8 +417,9 @@ def test_forced_token_outside_the_vocabulary(serving: Any) -> None:
             serving.samples = torch.tensor([[token]])
         assert type(failure.value.__cause__) is ValueError
         assert f"{__file__}" in str(failure.value)
-        with refused, serving.trace(A, **GREEDY):
-            serving.samples[:] = token
+        with refused as failure, serving.trace(A, **GREEDY):
+            serving.samples[:] = token  # in place
+        assert f'File "{__file__}", line {_line("# in place")}' in str(failure.value)
 
 
 # --- replacements that do not fit --------------------------------------------------------------
