@@ -76,7 +76,7 @@ class Neighbour:
         self._hook = embedding.register_forward_pre_hook(
             lambda _, args: self.widths.append(len(args[0]))
         )
-        params = SamplingParams(temperature=0.0, **settings)
+        params = SamplingParams(**{"temperature": 0.0, **settings})
         self._engine.add_request("neighbour", {"prompt_token_ids": list(ids)}, params)
 
     def tokens(self) -> list[int]:
