@@ -287,7 +287,7 @@ def test_modules_are_as_before_after_a_step(steps: Steps) -> None:
 
 
 def test_only_wanted_modules_are_touched_once_the_order_is_known(steps: Steps) -> None:
-    """After the first step, a step replaces the forward of wanted modules only."""
+    """After the first step, a step replaces wanted modules and those that call them only."""
     steps.step([rows(2, 1)], [lambda: None])
     touched = []
 
@@ -296,7 +296,37 @@ def test_only_wanted_modules_are_touched_once_the_order_is_known(steps: Steps) -
         touched.extend(n for n, m in steps.model.named_modules() if "forward" in m.__dict__)
 
     steps.step([rows(2, 1)], [block])
-    assert touched == ["layers.1.mlp"]
+    assert touched == ["", "layers.1", "layers.1.mlp"]
+
+
+def test_output_of_a_module_after_something_inside_it(steps: Steps) -> None:
+    """Once the order is known, too, a block may read inside a module and then its output."""
+    steps.step([rows(2, 1)], [lambda: None])
+    got = []
+
+    def block() -> None:
+        layer = steps.root.layers[1]
+        got.append(layer.mlp.output)
+        got.append(layer.output[0])
+
+    for _ in range(2):
+        steps.step([rows(2, 1)], [block])
+    assert len(got) == 4
+    assert torch.equal(got[0], got[1])
+    assert torch.equal(got[2], got[3])
+
+
+def test_block_reads_back_its_own_write_beside_another_reader(steps: Steps) -> None:
+    """A value assigned unread is read back as assigned, also where another block read before."""
+    new, got = rows(3, 7), []
+
+    def write() -> None:
+        layer = steps.root.layers[0]
+        layer.mlp.output = new
+        got.append(layer.mlp.output)
+
+    steps.step([rows(2, 1), rows(3, 2)], [lambda: steps.root.layers[0].mlp.output, write])
+    assert torch.equal(got[0], new)
 
 
 def test_values_outside_a_block_are_refused(steps: Steps) -> None:

@@ -192,3 +192,14 @@ def test_traceback_of_the_function_form(tmp_path):
     with pytest.raises(ZeroDivisionError) as caught:
         run(block)
     assert "line 3, in fn\n    return x / 0" in user_traceback(block, caught.value)
+
+
+def test_traceback_has_no_trace_of_the_skipped_body():
+    """What an error meets while a `with` body is being skipped stays out of its text."""
+    block = Block(code=Code("    1 / 0\n", "f.py", 2))
+    with pytest.raises(ZeroDivisionError) as failure, Trace():
+        1 / 0
+    error = failure.value
+    assert error.__context__ is not None  # raised where the signal was being handled
+    assert "_BodySkipped" not in user_traceback(block, error)
+    assert error.__context__ is None

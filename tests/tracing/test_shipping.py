@@ -157,6 +157,17 @@ def test_users_functions_and_classes_travel_by_value(tmp_path):
     assert not {"users_helper", "users_module"} & cloudpickle.list_registry_pickle_by_value()
 
 
+def test_functions_keep_their_file():
+    """A function that travels by value raises with its own file, that of inner functions too."""
+
+    def outer():
+        return lambda: 1
+
+    again = there_and_back(captured(outer=outer)).values["outer"]
+    assert again is not outer
+    assert again.__code__.co_filename == again().__code__.co_filename == __file__
+
+
 def test_installed_code_travels_by_name():
     """What is installed goes by reference and is the same object after a load."""
     values = there_and_back(captured(f=msgspec.json.encode, t=threading.Thread, m=msgspec)).values

@@ -3,7 +3,8 @@
 A step is one forward pass. During it, the modules that a block waits for have their `forward`
 replaced on the instance; when the step ends they are as before. The order in which a model calls
 its modules is learned in the first step that has a block, with every module replaced; from then on
-a request for a location that has been passed is known at once, and only wanted modules are touched.
+a request for a location that has been passed is known at once, and only wanted modules and those
+that call them are touched.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Interleaver:
         self._position = -1
         self._passed: set[Location] = set()
         self._replaced: dict[str, tuple[torch.nn.Module, Any]] = {}
+        self._around: dict[Location, list[str]] = {}
         self._paused = False
         self.in_forward = False
         self.in_step = False
@@ -124,6 +126,9 @@ class Interleaver:
             run.resume()
             served.settle(location, run.visit)
         except Exception as error:  # noqa: BLE001  # a failed copy is the block's error, never the engine's
+            if run.marks is not None:
+                _, file, line = run.marks
+                error.add_note(f'Met in the value that was read at File "{file}", line {line}.')
             run.fail(error) if run.done else run.resume(error)
         finally:
             run.served = {}
@@ -139,8 +144,9 @@ class Interleaver:
 
     def _wait(self, run: Run, location: Location) -> None:
         self._waiting.setdefault(location, []).append(run)
-        if self.in_forward and location not in ENGINE_ORDER:
-            self._replace(location.path)
+        if self._learned and self.in_forward and location not in ENGINE_ORDER:
+            for path in self._paths(location):
+                self._replace(path)
 
     def check(self, run: Run, location: Location) -> None:
         """Refuse a location that this step has passed.
@@ -157,7 +163,7 @@ class Interleaver:
             return
         text = f"'{location.label(run.visit)}' was requested but the model already ran past it"
         if run.marks is not None:
-            served, line = run.marks
+            served, _, line = run.marks
             text += (
                 f": the block had already been given '{served.label(run.visit)}'. "
                 f"Move this access above line {line}"
@@ -185,7 +191,31 @@ class Interleaver:
     def _paths_to_replace(self) -> list[str]:
         if not self._learned:
             return list(self._modules)
-        return [location.path for location in self._waiting if location not in ENGINE_ORDER]
+        wanted = [location for location in self._waiting if location not in ENGINE_ORDER]
+        return [path for location in wanted for path in self._paths(location)]
+
+    def _paths(self, location: Location) -> list[str]:
+        """The location's module, and those whose call is under way when it is reached.
+
+        A block that was given the one may go on to the output of the others, and a call that is
+        under way can no longer be replaced.
+        """
+        found = self._around.get(location)
+        if found is None:
+            found = self._around[location] = [location.path, *self._callers(location)]
+        return found
+
+    def _callers(self, location: Location) -> list[str]:
+        order, index = self._order, self._order.get(location)
+        if index is None:  # not called in the first step: as the tree has it
+            parts = location.path.split(".")
+            return [".".join(parts[:count]) for count in range(len(parts))]
+        return [
+            path
+            for path in self._modules
+            if order.get(Location(path, "input"), index) < index
+            and index < order.get(Location(path, "output"), index)
+        ]
 
     def _replace(self, path: str) -> None:
         module = self._modules.get(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import greenlet
 
@@ -47,6 +47,14 @@ def current_run(what: str) -> Run:
     return run  # type: ignore[no-any-return]
 
 
+class Mark(NamedTuple):
+    """A line of a block that asked for a value, and got it."""
+
+    location: Location
+    file: str
+    line: int
+
+
 class Run:
     """One block's execution. It is switched into by the forward thread, never by another.
 
@@ -54,7 +62,7 @@ class Run:
         visit: step of the request the block is in, counted from 0 (the prefill).
         wanted: the location the block waits for; None while it executes or when it is done.
         error: what the block raised, if it did.
-        marks: (location, line) of the last value served, for error texts.
+        marks: where in the user's code the last value was asked for, for error texts.
     """
 
     def __init__(self, target: Callable[[], None], *, seed: int = 0):
@@ -70,7 +78,7 @@ class Run:
         self.served: dict[Location, Served] = {}
         self.error: BaseException | None = None
         self._abandoned = False
-        self.marks: tuple[Location, int] | None = None
+        self.marks: Mark | None = None
 
     @property
     def done(self) -> bool:
@@ -151,7 +159,7 @@ class Run:
         return served
 
     def _wait(self, location: Location) -> Served:
-        line = _line_of_block()
+        file, line = _line_of_block()
         if self.interleaver is None:
             raise NotInTraceError(f"{location.label(self.visit)} was asked for outside a forward.")
         self.interleaver.check(self, location)
@@ -159,13 +167,18 @@ class Run:
         parent = self._greenlet.parent
         assert parent is not None
         parent.switch()
-        self.marks = (location, line)
+        self.marks = Mark(location, file, line)
         return self.served[location]
 
 
-def _line_of_block() -> int:
-    """Line of the nearest frame outside this package: the user's."""
+def _line_of_block() -> tuple[str, int]:
+    """File and line of the nearest frame outside midstream: the user's."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__package__") == __package__:
+    while frame is not None and _is_ours(frame):
         frame = frame.f_back
-    return frame.f_lineno if frame is not None else 0
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    package = frame.f_globals.get("__package__") or ""
+    return bool(package.partition(".")[0] == __name__.partition(".")[0])

@@ -32,11 +32,28 @@ from midstream.tracing.sources import (
 )
 from midstream.tracing.verifying import Body, is_same, is_skippable
 
-__all__ = ["Capture"]
+__all__ = ["Capture", "forget_skip"]
 
 
 class _BodySkipped(BaseException):
     """Leaves the body before its first statement; never seen outside `Capture`."""
+
+
+def forget_skip(error: BaseException) -> None:
+    """Take the signal that skipped a body out of an error's chain; it would only puzzle a reader.
+
+    It gets there because the exit of the `with` statement, where the block is sent, handles it.
+    """
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        link = pending.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        if isinstance(link.__context__, _BodySkipped):
+            link.__context__ = None
+        pending += [link.__cause__, link.__context__]
 
 
 @dataclass(frozen=True)

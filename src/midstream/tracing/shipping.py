@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -161,6 +161,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, _PrunedModule):
             return _module, (obj.name, obj.attributes)
+        if isinstance(obj, CodeType):
+            # cloudpickle leaves the file's name out, and tracebacks would not tell the user's line
+            return _code, (*self.dispatch_table[CodeType](obj), obj.co_filename)
         reduced = reduce_tensor(obj)
         if reduced is not None:
             return reduced
@@ -216,6 +219,10 @@ def _is_users_file(file: str) -> bool:
         return False
     installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
     return not any(path.is_relative_to(Path(root).resolve()) for root in installed)
+
+
+def _code(make: Callable[..., CodeType], args: tuple[Any, ...], filename: str) -> CodeType:
+    return make(*args).replace(co_filename=filename)
 
 
 class _PrunedModule:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from midstream.errors import CaptureError, InterventionError
 from midstream.modeling.vllm.data import write
 from midstream.modeling.vllm.payloads import BlockError
-from midstream.tracing import Block, Capture, bind
+from midstream.tracing import Block, Capture, bind, forget_skip
 from midstream.tracing.shipping import dumps
 
 if TYPE_CHECKING:
@@ -62,6 +62,9 @@ class Tracer:
             return False
         try:
             self._take(block)
+        except BaseException as raised:
+            forget_skip(raised)
+            raise
         finally:
             bind(frame, self.saves)
         return True
