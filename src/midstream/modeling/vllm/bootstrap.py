@@ -21,6 +21,7 @@ SUPPORTED = "0.32"
 
 _BOOTSTRAP = Path(__file__).parent / "_bootstrap"
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+_PATIENCE = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,11 @@ def runner_variables(vllm: Installed) -> dict[str, str]:
 
 def process_variables(vllm: Installed) -> dict[str, str]:
     """What the engine's processes have to find in their environment when they start."""
-    if not vllm.cpu or in_process():
+    if in_process():
         return runner_variables(vllm)
-    path = os.environ.get("PYTHONPATH", "")
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(_BOOTSTRAP), path]))}
+    # a worker needs 3 s to end on a free machine; one that vLLM has to kill leaves shared memory
+    variables = {_PATIENCE: os.environ.get(_PATIENCE, "15")}
+    if vllm.cpu:
+        path = os.environ.get("PYTHONPATH", "")
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_BOOTSTRAP), path]))
+    return variables
