@@ -29,7 +29,7 @@ def fake_convert(gguf: Path, out: Path, report: demo.Progress) -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Make conversions take no time, and the cache folder an empty one."""
-    monkeypatch.setattr(demo, "_convert", fake_convert)
+    monkeypatch.setattr(demo, "_convert_apart", fake_convert)
     monkeypatch.setattr(demo, "find_gguf", lambda: Path("model.gguf"))
     monkeypatch.setenv("MIDSTREAM_CACHE", str(tmp_path / "cache"))
     return tmp_path
@@ -75,11 +75,11 @@ def test_failed_conversion_leaves_nothing(quick: Path, monkeypatch: pytest.Monke
         (out / "config.json").touch()
         raise OSError("disk full")
 
-    monkeypatch.setattr(demo, "_convert", fail)
+    monkeypatch.setattr(demo, "_convert_apart", fail)
     with pytest.raises(OSError, match="disk full"):
         demo.demo_model(quick / "model")
     assert [path.name for path in quick.iterdir() if path.is_dir()] == []
-    monkeypatch.setattr(demo, "_convert", fake_convert)
+    monkeypatch.setattr(demo, "_convert_apart", fake_convert)
     assert demo.is_demo_model(demo.demo_model(quick / "model"))
 
 
@@ -94,7 +94,7 @@ def test_callers_at_once_convert_once(quick: Path, monkeypatch: pytest.MonkeyPat
         assert go_on.wait(30)
         fake_convert(gguf, out, report)
 
-    monkeypatch.setattr(demo, "_convert", slow)
+    monkeypatch.setattr(demo, "_convert_apart", slow)
     waiting = threading.Event()
     first = threading.Thread(target=demo.demo_model)
     first.start()

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from midstream import errors
+from midstream._version import __version__
 from midstream.tracing.saves import save
 
 if TYPE_CHECKING:
     from midstream.modeling.vllm import VLLM
 
-__all__ = ["VLLM", "errors", "save"]
-
-__version__ = "0.1.0"
+__all__ = ["VLLM", "__version__", "errors", "save"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -114,7 +116,7 @@ def _build(target: Path, gguf: Path, report: Progress) -> None:
     # beside the target, so that the final rename stays on one file system
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        _convert(gguf, scratch, report)
+        _convert_apart(gguf, scratch, report)
         scratch.chmod(0o755)  # mkdtemp makes it private
         if target.exists():
             target.rmdir()
@@ -122,6 +124,25 @@ def _build(target: Path, gguf: Path, report: Progress) -> None:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     report(f"The demo model is ready in {target}")
+
+
+def _convert_apart(gguf: Path, out: Path, report: Progress) -> None:
+    """Convert in a process of its own, which takes its gigabyte and its threads along.
+
+    A process that has computed on several threads can no longer be forked safely, and vLLM forks
+    the caller's to start an engine.
+    """
+    _check_converters()
+    command = [sys.executable, "-m", "midstream.demo", str(gguf), str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            report(line.rstrip())
+    if child.returncode:
+        raise RuntimeError(
+            f"converting the demo model failed (exit code {child.returncode}); what it printed is "
+            "above"
+        )
 
 
 def _convert(gguf: Path, out: Path, report: Progress) -> None:
@@ -151,7 +172,7 @@ def _unquantised(loaded: Any, transformers: Any) -> Any:
     return model
 
 
-def _import_converters() -> tuple[Any, Any]:
+def _check_converters() -> None:
     missing = [n for n in ("transformers", "accelerate", "gguf") if not importlib.util.find_spec(n)]
     if missing:
         raise ModuleNotFoundError(
@@ -159,7 +180,15 @@ def _import_converters() -> tuple[Any, Any]:
             "install them with: pip install 'midstream[demo]'",
             name=missing[0],
         )
+
+
+def _import_converters() -> tuple[Any, Any]:
+    _check_converters()
     import torch
     import transformers
 
     return transformers, torch
+
+
+if __name__ == "__main__":
+    _convert(Path(sys.argv[1]), Path(sys.argv[2]), lambda line: print(line, flush=True))

@@ -85,9 +85,9 @@ def _run(snippet: Snippet, module: ModuleType) -> list[str]:
 
 @contextmanager
 def _page_module(page: Path) -> Iterator[ModuleType]:
-    module = ModuleType(f"page_{page.stem}")
-    sys.modules[module.__name__] = module
+    name = f"page_{page.stem}"
+    module = sys.modules[name] = ModuleType(name)
     try:
         yield module
     finally:
-        del sys.modules[module.__name__]
+        del sys.modules[name]  # by this name: a page is called `__main__` while it runs

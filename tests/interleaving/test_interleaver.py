@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from midstream.errors import NotInTraceError, OutOfOrderError
+from midstream.interleaving.events import Rows
 from midstream.interleaving.locations import LOGITS
-from midstream.interleaving.run import current_run
+from midstream.interleaving.run import Run, current_run
 from tests.interleaving.toy import Steps, Toy, rows
 
 
@@ -286,7 +287,7 @@ def test_modules_are_as_before_after_a_step(steps: Steps) -> None:
 
 
 def test_only_wanted_modules_are_touched_once_the_order_is_known(steps: Steps) -> None:
-    """After the first step, a step replaces the forward of wanted modules only."""
+    """After the first step, a step replaces wanted modules and those that call them only."""
     steps.step([rows(2, 1)], [lambda: None])
     touched = []
 
@@ -295,7 +296,37 @@ def test_only_wanted_modules_are_touched_once_the_order_is_known(steps: Steps) -
         touched.extend(n for n, m in steps.model.named_modules() if "forward" in m.__dict__)
 
     steps.step([rows(2, 1)], [block])
-    assert touched == ["layers.1.mlp"]
+    assert touched == ["", "layers.1", "layers.1.mlp"]
+
+
+def test_output_of_a_module_after_something_inside_it(steps: Steps) -> None:
+    """Once the order is known, too, a block may read inside a module and then its output."""
+    steps.step([rows(2, 1)], [lambda: None])
+    got = []
+
+    def block() -> None:
+        layer = steps.root.layers[1]
+        got.append(layer.mlp.output)
+        got.append(layer.output[0])
+
+    for _ in range(2):
+        steps.step([rows(2, 1)], [block])
+    assert len(got) == 4
+    assert torch.equal(got[0], got[1])
+    assert torch.equal(got[2], got[3])
+
+
+def test_block_reads_back_its_own_write_beside_another_reader(steps: Steps) -> None:
+    """A value assigned unread is read back as assigned, also where another block read before."""
+    new, got = rows(3, 7), []
+
+    def write() -> None:
+        layer = steps.root.layers[0]
+        layer.mlp.output = new
+        got.append(layer.mlp.output)
+
+    steps.step([rows(2, 1), rows(3, 2)], [lambda: steps.root.layers[0].mlp.output, write])
+    assert torch.equal(got[0], new)
 
 
 def test_values_outside_a_block_are_refused(steps: Steps) -> None:
@@ -315,3 +346,46 @@ def test_an_error_in_a_block_leaves_the_step_alone(steps: Steps) -> None:
         got, runs = steps.try_step([rows(2, 1)], [block])
         assert runs[0].error is error
         assert torch.equal(got, plain([rows(2, 1)])[0])
+
+
+def test_a_block_that_catches_everything_does_not_hold_the_step(steps: Steps) -> None:
+    """A block that swallows the error of a missing location goes on to its end."""
+    after = []
+
+    def block() -> None:
+        try:
+            steps.root.unused.output
+        except OutOfOrderError:
+            after.append("caught")
+        try:
+            steps.root.layers[0].output
+        except OutOfOrderError:
+            after.append("refused")
+
+    steps.step([rows(2, 1)], [block])
+    assert after == ["caught", "refused"]
+
+
+def test_a_block_that_cannot_be_unwound_is_left_behind(steps: Steps) -> None:
+    """A block that catches its own unwinding is never resumed again, and nothing else changes."""
+    parts, entered = [rows(2, 1), rows(3, 2)], []
+
+    def stubborn() -> None:
+        for _ in range(2):
+            try:
+                steps.root.layers[0].output
+                steps.root.layers[2].output
+            except BaseException as error:  # noqa: BLE001
+                entered.append(type(error).__name__)
+
+    run = Run(stubborn)
+    with steps.interleaver.phase({run: Rows(0, 2)}, (5,)):
+        steps.interleaver.begin_step([run])
+        run.kill()
+        assert run.done
+    steps.interleaver.finish_step()
+    assert entered == ["GreenletExit"]
+    kept: list[Any] = []
+    steps.step(parts, [lambda: kept.append(steps.root.layers[0].output)])
+    assert len(kept) == 1
+    assert entered == ["GreenletExit"]

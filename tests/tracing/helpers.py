@@ -78,7 +78,9 @@ def load(path: Path, text: str | None = None) -> ModuleType:
     return module
 
 
-def python(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess:
+def python(
+    *arguments: str, stdin: str | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess:
     """Run this interpreter with midstream importable."""
     environment = {**os.environ, "PYTHONPATH": str(SOURCE_ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
@@ -87,6 +89,7 @@ def python(*arguments: str, stdin: str | None = None) -> subprocess.CompletedPro
         text=True,
         capture_output=True,
         env=environment,
+        cwd=cwd,
         timeout=120,
         check=False,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import types
 
 from midstream.tracing import bind
 
@@ -106,35 +105,27 @@ def test_class_body():
 def test_class_body_in_a_mapping_of_its_metaclass():
     """A class body whose metaclass prepared a mapping is bound through that mapping."""
 
-    class Noting(dict):
-        noted = []
-
+    class Doubling(dict):
         def __setitem__(self, key, value):
-            self.noted.append(key)
-            super().__setitem__(key, value)
+            super().__setitem__(key, value * 2)
 
-    def body(namespace):
-        exec("bind(frame(), {'x': 1})", {"bind": bind, "frame": here}, namespace)
+    class Meta(type):
+        @classmethod
+        def __prepare__(cls, name, bases):
+            return Doubling()
 
-    made = types.new_class("Made", (), {}, body)
-    assert made.x == 1
+    class Made(metaclass=Meta):
+        bind(here(), {"x": 1})
+
+    assert Made.x == 2
 
 
 def test_comprehension_variable_of_the_same_name_as_a_global():
     """A comprehension's variable does not hide the module's name from the block."""
-
-    def function():
-        names = [outside_name for outside_name in (1, 2)]
-        return names
-
-    def reads_global():
-        _ = [global_list for global_list in (1, 2)]
-        with Trace():
-            got = [*global_list].save()
-        return got
-
-    assert function() == [1, 2]
-    assert reads_global() == [7]
+    own = [global_list + 1 for global_list in (1, 2)]
+    with Trace():
+        got = [*global_list].save()
+    assert (own, got) == ([2, 3], [7])
 
 
 global_list = [7]
@@ -144,12 +135,12 @@ def test_comprehension_in_a_class_body():
     """A comprehension of a class body that reads a name does not make it global."""
 
     class Holder:
-        value = 1
+        value = ()
         with Trace():
-            value = [2].save()
-        seen = [global_list for _ in (1,)]
+            value = len("ab").save()
+        seen = len([len(global_list) for _ in range(1)])
 
-    assert Holder.value == [2]
+    assert Holder.value == 2
 
 
 def test_generator_frame():

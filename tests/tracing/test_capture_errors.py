@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
-import os
 
 import pytest
 
@@ -12,7 +10,6 @@ from midstream.errors import (
     BlockLayoutError,
     BlockSyntaxError,
     SourceChangedError,
-    UnboundSaveWarning,
     WithBlockNotFoundError,
 )
 
@@ -99,7 +96,7 @@ def test_await_at_block_level(tmp_path, body):
     lines = ["async def g(y=()):", "    with Trace():"]
     lines += [f"        {line}" for line in body.split("\n")]
     module = load(tmp_path / "awaits_module.py", "\n".join(lines))
-    with pytest.raises(BlockSyntaxError, match="await|asynchronous"):
+    with pytest.raises(BlockSyntaxError, match=r"await|asynchronous"):
         module.g().send(None)
 
 
@@ -169,21 +166,23 @@ def test_old_spellings(tmp_path, body, spelling):
     """Spellings of other tools are refused with the one to use."""
     header = "with model.trace('x') as tracer:"
     around = "def f(model=type('M', (), {'trace': lambda s, p: Trace()})()):"
-    with pytest.raises(BlockSyntaxError, match="write|loop") as caught:
+    with pytest.raises(BlockSyntaxError, match=r"write|loop") as caught:
         run_in_function(tmp_path, body, header, around)
     assert spelling in str(caught.value)
 
 
-def test_unrelated_names_keep_their_methods(tmp_path):
+def test_unrelated_names_keep_their_methods():
     """`iter`, `all` and `backend` of other objects are no old spellings."""
-    body = (
-        "x = [other.iter, other.all(), other.backend()].save()\nfor i in tracer.iter[:]:\n    pass"
-    )
-    around = "def f(model=None, other=Thing(), tracer=None):"
-    thing = "class Thing:\n    iter = {slice(None): ()}\n    all = backend = lambda self: 1\n"
-    around = thing.replace("slice(None): ()", "") + around
-    with pytest.raises(AttributeError, match="iter"):  # from the run: the helper has no `iter`
-        run_in_function(tmp_path, body, around=around)
+
+    class Other:
+        iter = (1, 2)
+        all = backend = staticmethod(lambda: 3)
+
+    other = Other()
+    with Trace() as tracer:
+        seen = [*other.iter, other.all(), other.backend()].save()
+        method = [tracer.invoke.__name__].save()
+    assert (seen, method) == ([1, 2, 3, 3], ["invoke"])
 
 
 def test_body_on_the_header_line(tmp_path):
@@ -228,151 +227,3 @@ def test_entered_without_a_with_statement():
     with pytest.raises(WithBlockNotFoundError, match="is not a `with` statement") as caught:
         Trace().__enter__()
     assert not isinstance(caught.value, SourceChangedError)
-
-
-BEFORE = """
-def f(y=5):
-    a = 1
-    with Trace():
-        x = [y + 1, a].save()
-        z = 2
-    return x
-"""
-
-
-@pytest.mark.parametrize(
-    "after",
-    [
-        BEFORE.replace("a = 1", "a = 1\n"),  # the lines moved
-        BEFORE.replace("y + 1", "y + 2"),  # a constant
-        BEFORE.replace("y + 1", "y - 1"),  # an operator
-        BEFORE.replace("y + 1", "a + 1"),  # a name
-        BEFORE.replace("with Trace", "while Trace"),  # no `with` there
-        BEFORE.replace("        z = 2", "    z = 2"),  # the body ends earlier
-        BEFORE.replace("    return x", "        return x"),  # it ends later
-        BEFORE.replace("        z = 2\n", ""),
-        "not python (",
-        BEFORE.replace("x = [", "q = ["),
-    ],
-)
-def test_file_edited_after_import(tmp_path, after):
-    """A file that no longer is the running code is an error, never another block's code."""
-    path = tmp_path / "edited_module.py"
-    linecache.checkcache()
-    module = load(path, BEFORE)
-    path.write_text(after)
-    os.utime(path, ns=(1, 1))
-    with pytest.raises(SourceChangedError, match="edited after it was imported"):
-        module.f()
-
-
-def test_edit_that_leaves_the_body_alone(tmp_path):
-    """An edit elsewhere that moves no line of the body is no reason to refuse."""
-    module = load(tmp_path / "kept_module.py", BEFORE)
-    (tmp_path / "kept_module.py").write_text(BEFORE + "\ndef g():\n    return 1\n")
-    assert module.f() == [6, 1]
-
-
-def test_edit_after_the_first_capture(tmp_path):
-    """What was captured once from running code stays right whatever becomes of the file."""
-    path = tmp_path / "later_module.py"
-    module = load(path, BEFORE)
-    assert module.f() == [6, 1]
-    path.write_text(BEFORE.replace("y + 1", "y + 9"))
-    assert module.f() == [6, 1]
-    path.unlink()
-    assert module.f() == [6, 1]
-
-
-def test_edited_and_reloaded(tmp_path):
-    """After a reload the new text is captured."""
-    path = tmp_path / "again_module.py"
-    assert load(path, BEFORE).f() == [6, 1]
-    assert load(path, BEFORE.replace("y + 1", "y + 10")).f() == [15, 1]
-
-
-def test_and_for_or_in_a_module_without_asserts(tmp_path):
-    """A changed boolean operator is seen even where no column moves."""
-    before = "def f(a=0, b=[1]):\n    with Trace():\n        x = a and b\n        y = [x].save()\n"
-    path = tmp_path / "boolean_module.py"
-    module = load(path, before)
-    path.write_text(before.replace("and b", "or  b"))
-    linecache.checkcache()
-    with pytest.raises(SourceChangedError):
-        module.f()
-
-
-def test_file_that_is_gone(tmp_path):
-    """Without its file, a module's block cannot be captured, and the error says so."""
-    path = tmp_path / "gone_module.py"
-    module = load(path, BEFORE)
-    path.unlink()
-    linecache.checkcache()
-    with pytest.raises(WithBlockNotFoundError, match="cannot be read") as caught:
-        module.f()
-    assert not isinstance(caught.value, SourceChangedError)
-
-
-def bare_lines(tmp_path, body):
-    """Return the lines, counted within the body, of the saves that warn."""
-    text = "import midstream\nfrom midstream.tracing import save\ndef f(v=[1], acts=[]):\n"
-    text += "    with Trace(run=False):\n" + "".join(f"        {x}\n" for x in body.split("\n"))
-    module = load(tmp_path / "bare_module.py", text)
-    with pytest.MonkeyPatch.context() as patch:
-        import midstream
-        from midstream.tracing import save
-
-        patch.setattr(midstream, "save", save, raising=False)
-        import warnings
-
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            module.f()
-    assert all(w.category is UnboundSaveWarning for w in caught)
-    assert all(w.filename.endswith("bare_module.py") for w in caught)
-    return [w.lineno - 4 for w in caught]
-
-
-@pytest.mark.parametrize(
-    ("statement", "warns"),
-    [
-        ("v[0].save()", True),
-        ("acts.append(v.save())", True),
-        ("acts.append(v[0].save())", True),
-        ("acts[0] = v[0].save()", True),
-        ("hs = [x.save() for x in v]", True),
-        ("h = v[0].save() * 2", True),
-        ("a, b = v[0].save()", True),
-        ("acts.append(save(v[0]))", True),
-        ("acts.append(midstream.save(v))", True),
-        ("v.save()", False),
-        ("save(v)", False),
-        ("midstream.save(v)", False),
-        ("h = v[0].save()", False),
-        ("h = v.save() * 2", False),
-        ("h = midstream.save(v[0])", False),
-        ("h: list = v[0].save()", False),
-        ("print(h := v[0].save())", False),
-        ("a = b = v[0].save()", False),
-        ("a, *b, c = v[0].save(), 1, 2, v[0].save()", False),
-        ("h = v[0].save() if v else None", False),
-        ("hs = [x for x in v].save()", False),
-        ("def f(): return v[0].save()", False),
-        ("acts.append(v.save('file'))", False),
-    ],
-)
-def test_bare_saves_warn_with_their_line(tmp_path, statement, warns):
-    """A save bound to no name warns at capture, in the user's file and line; others do not."""
-    assert bare_lines(tmp_path, f"pass\n{statement}") == ([2] if warns else [])
-
-
-def test_save_of_something_else_is_not_ours(tmp_path):
-    """A function of the user's that is called `save` is no save of a value."""
-    text = "def f(save=print):\n    with Trace(run=False):\n        print(save(1 + 1))\n"
-    assert load(tmp_path / "own_save_module.py", text).f() is None
-
-
-def test_bare_save_can_be_an_error():
-    """With warnings as errors, the trace is not entered and no trace function stays."""
-    with pytest.raises(UnboundSaveWarning, match="bound to no name"), Trace():
-        [1][0].save()

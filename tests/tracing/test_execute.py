@@ -94,7 +94,7 @@ def test_function_form_after_an_exception():
 
 
 def test_function_form_of_every_kind():
-    """Methods, partials, wrapped functions and callable objects are blocks, saves in helpers too."""
+    """Methods, partials, wrapped functions and callable objects work, saves in helpers too."""
 
     def helper(value):
         return save([value])
@@ -136,12 +136,12 @@ def g(trace):
 
 
 def test_traceback_shows_the_users_lines(tmp_path):
-    """The text has the user's file, true lines and the block's own text, even if the file is gone."""
+    """The text has the user's file, true lines and the block's own text, if the file is gone."""
     path = tmp_path / "failing_module.py"
     module = load(path, FAILING)
     trace = Trace()
+    module.Trace = lambda: trace
     with pytest.raises(ZeroDivisionError) as caught:
-        module.Trace = lambda: trace
         module.f()
     path.write_text("# nothing of what ran\n" * 20)
     linecache.clearcache()
@@ -156,7 +156,8 @@ def test_traceback_shows_the_users_lines(tmp_path):
 
 def test_traceback_drops_our_frames_from_causes_too():
     """Chained exceptions are shown, without midstream's frames in any of them."""
-    source = "    try:\n        save_it()\n    except Exception as e:\n        raise KeyError('k') from e\n"
+    source = "    try:\n        save_it()\n"
+    source += "    except Exception as e:\n        raise KeyError('k') from e\n"
     block = Block(code=Code(source, "f.py", 2), values={"save_it": lambda: save.nothing})
     block.code.compiled()
     with pytest.raises(KeyError) as caught:
@@ -191,3 +192,14 @@ def test_traceback_of_the_function_form(tmp_path):
     with pytest.raises(ZeroDivisionError) as caught:
         run(block)
     assert "line 3, in fn\n    return x / 0" in user_traceback(block, caught.value)
+
+
+def test_traceback_has_no_trace_of_the_skipped_body():
+    """What an error meets while a `with` body is being skipped stays out of its text."""
+    block = Block(code=Code("    1 / 0\n", "f.py", 2))
+    with pytest.raises(ZeroDivisionError) as failure, Trace():
+        1 / 0
+    error = failure.value
+    assert error.__context__ is not None  # raised where the signal was being handled
+    assert "_BodySkipped" not in user_traceback(block, error)
+    assert error.__context__ is None

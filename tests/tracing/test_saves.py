@@ -18,6 +18,8 @@ from .helpers import Trace
 
 
 class Colour(enum.Enum):
+    """An enumeration, whose members are shared."""
+
     RED = 1
 
 

@@ -79,11 +79,13 @@ def test_value_that_cannot_travel_is_named():
 def test_value_that_cannot_be_rebuilt_is_named():
     """A value that fails on the other side is named there."""
     data = dumps(captured(good=1, bad=Unloadable()), nobody)
-    with pytest.raises(TransportError, match="`bad` cannot be rebuilt.*LookupError: not here"):
+    with pytest.raises(TransportError, match=r"`bad` cannot be rebuilt.*LookupError: not here"):
         loads(data, nobody)
 
 
 class Unloadable:
+    """An object that can be pickled and not rebuilt."""
+
     def __reduce__(self):
         return _fail, ()
 
@@ -153,6 +155,17 @@ def test_users_functions_and_classes_travel_by_value(tmp_path):
     result = run_elsewhere(module.f())
     assert result == "{'out': [4, 6, '6', True], 'more': [9, 3]} False"
     assert not {"users_helper", "users_module"} & cloudpickle.list_registry_pickle_by_value()
+
+
+def test_functions_keep_their_file():
+    """A function that travels by value raises with its own file, that of inner functions too."""
+
+    def outer():
+        return lambda: 1
+
+    again = there_and_back(captured(outer=outer)).values["outer"]
+    assert again is not outer
+    assert again.__code__.co_filename == again().__code__.co_filename == __file__
 
 
 def test_installed_code_travels_by_name():

@@ -26,9 +26,11 @@ print(f(8))
 
 
 def test_script(tmp_path):
-    """A script run by path, also with a relative one from which it then moves away."""
+    """A script run by path, also by a relative one with another directory made current."""
     (tmp_path / "script.py").write_text(TRACE + "import os; os.chdir('/')\n" + PROGRAM)
     done = python(str(tmp_path / "script.py"))
+    relative = python("script.py", cwd=tmp_path)
+    assert relative.stdout == done.stdout, relative.stderr
     assert done.stdout.split("\n")[:3] == ["[3] 22", "[4] 22", "[8]"], done.stderr
 
 
@@ -94,6 +96,13 @@ def test_notebook_cell(shell, interactivity):
     shell.run_cell("def f(a):\n    with Trace():\n        y = [a].save()\n    return y")
     shell.run_cell("z = f(3)").raise_error()
     assert shell.user_ns["z"] == [3]
+
+
+def test_notebook_cell_that_imports_what_its_block_uses(shell):
+    """An import in the same cell, which changes how calls are compiled, does not hide the block."""
+    cell = "import math\nwith Trace():\n    r = [math.sqrt(4), math.ceil(x=1) if 0 else 1].save()"
+    shell.run_cell(cell).raise_error()
+    assert shell.user_ns["r"] == [2.0, 1]
 
 
 def test_notebook_cell_with_magics_and_await(shell):

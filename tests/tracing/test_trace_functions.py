@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import bdb
+import json
 import sys
 
-from .helpers import Trace
+import pytest
+
+from .helpers import TRACE, Trace, python
 
 
 def traced(value):
     first = value
     with Trace():
         result = [first].save()
-    return result
+    return list(result)
 
 
 def test_python_trace_function_is_restored():
@@ -73,6 +76,7 @@ class Stepper(bdb.Bdb):
         self.lines = []
 
     def user_line(self, frame):
+        """Note the line and go to the next one of the frame."""
         if frame.f_code is traced.__code__:
             self.lines.append(frame.f_lineno - traced.__code__.co_firstlineno)
             self.set_next(frame)
@@ -80,6 +84,7 @@ class Stepper(bdb.Bdb):
             self.set_step()
 
     def user_return(self, frame, value):
+        """Go on."""
         self.set_step()
 
 
@@ -109,3 +114,34 @@ def test_block_runs_untraced_lines_are_reported_after_it():
     finally:
         sys.settrace(previous)
     assert "saves" in seen
+
+
+MEASURED = """
+from traced_helper import Trace
+def helper(x):
+    return x
+def f():
+    for i in range(3):
+        with Trace():
+            x = [i].save()
+        helper(x)
+    return helper(x)
+def g():
+    a = f()
+    return helper(a)
+print(g())
+"""
+
+
+@pytest.mark.parametrize("core", ["ctrace", "pytrace"])
+def test_coverage_measures_what_follows(tmp_path, monkeypatch, core):
+    """Under coverage, in C or Python, the lines after a trace and in its callers are recorded."""
+    pytest.importorskip("coverage")
+    (tmp_path / "traced_helper.py").write_text(TRACE)
+    (tmp_path / "measured.py").write_text(MEASURED)
+    monkeypatch.setenv("COVERAGE_CORE", core)
+    run = python("-m", "coverage", "run", "--include=measured.py", "measured.py", cwd=tmp_path)
+    assert run.stdout == "[2]\n", run.stderr
+    report = python("-m", "coverage", "json", "-q", "-o", "-", cwd=tmp_path)
+    lines = json.loads(report.stdout)["files"]["measured.py"]
+    assert set(lines["missing_lines"]) <= {8}

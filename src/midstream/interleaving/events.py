@@ -8,11 +8,13 @@ the residual stream in place), so a view handed out would later hold another lay
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from midstream.interleaving.locations import Location
 from midstream.interleaving.structure import describe, flatten, same_shape
 
 
@@ -43,8 +45,9 @@ class Event:
     ):
         self.leaves, self._build = flatten(value)
         self._sizes = sizes
-        self._low = min(span.start for span in spans)
-        self._high = max(span.stop for span in spans)
+        self._low, self._high = spans[0].start, spans[0].stop
+        for span in spans[1:]:
+            self._low, self._high = min(self._low, span.start), max(self._high, span.stop)
         self._copies: dict[int, torch.Tensor] = {}
         self._replaced: set[int] = set()
         self._value = value
@@ -74,9 +77,13 @@ class Event:
             return leaf
         axis = self.axis(index)
         if axis is None:
-            return leaf.clone()
+            with _counting_edits():
+                return leaf.clone()
         if index not in self._copies:
-            self._copies[index] = leaf.narrow(axis, self._low, self._high - self._low).clone()
+            with _counting_edits():
+                self._copies[index] = leaf.narrow(axis, self._low, self._high - self._low).clone()
+        if rows.start == self._low and rows.stop == self._high:
+            return self._copies[index]
         return self._copies[index].narrow(axis, rows.start - self._low, rows.stop - rows.start)
 
     def put(self, index: int, rows: Rows, value: torch.Tensor, *, replace: bool) -> None:
@@ -110,11 +117,12 @@ class Served:
         self._event, self._rows, self._build = event, rows, build
         self._mine: list[Any] | None = None
         self._versions: list[int] = []
+        self._assigned: dict[int, torch.Tensor] = {}
 
     def read(self) -> Any:
         """The block's private copy; the same object at every read of this visit."""
         if self._mine is None:
-            self._mine = [self._event.copy(i, self._rows) for i in range(len(self._event.leaves))]
+            self._mine = [self._own(index) for index in range(len(self._event.leaves))]
             self._versions = [_version(leaf) for leaf in self._mine]
             self._shown = self._build(self._mine)
         return self._shown
@@ -168,14 +176,25 @@ class Served:
             return  # the block's own copy: what changed in it is copied back when it waits
         self._refuse_shared(index, where)
         live = self._event.live(index, self._rows)
-        own = new.detach().to(live.device, live.dtype, copy=True)
+        with _counting_edits():
+            own = new.detach().to(live.device, live.dtype, copy=True)
         self._event.put(index, self._rows, own, replace=True)
-        if self._mine is not None:
-            self._mine[index] = own
-            self._versions[index] = own._version
-            self._shown = self._build(self._mine)
+        if self._mine is None:
+            self._assigned[index] = own
+            return
+        self._mine[index] = own
+        self._versions[index] = own._version
+        self._shown = self._build(self._mine)
 
-    def settle(self, where: str) -> None:
+    def _own(self, index: int) -> Any:
+        """The block's own leaf: what it assigned before it read, else a copy.
+
+        The copies are of the rows as they were when the first of the step's blocks read.
+        """
+        assigned = self._assigned.get(index)
+        return self._event.copy(index, self._rows) if assigned is None else assigned
+
+    def settle(self, location: Location, visit: int) -> None:
         """Copy back what the block changed in place since it was served.
 
         Raises:
@@ -185,7 +204,7 @@ class Served:
             return
         for index, mine in enumerate(self._mine):
             if isinstance(mine, torch.Tensor) and self._changed(index, mine):
-                self._refuse_shared(index, where)
+                self._refuse_shared(index, location.label(visit))
                 self._versions[index] = mine._version
                 self._event.put(index, self._rows, mine, replace=False)
 
@@ -218,6 +237,11 @@ def _first_argument(arguments: tuple[tuple[Any, ...], dict[str, Any]], where: st
         f"{where} does not exist: the module was called without arguments. "
         "`.inputs` gives its (empty) arguments."
     )
+
+
+def _counting_edits() -> AbstractContextManager[Any]:
+    """Leave the inference mode a block may be in: tensors made in it count no edits."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -38,9 +38,14 @@ _FAST = _layout_is_known()
 
 
 def _python_state() -> Any:
+    return _state_of(_inst)
+
+
+def _state_of(generator: random.Random) -> Any:
     if _FAST:
-        return ctypes.string_at(_address, _STATE_BYTES), _inst.gauss_next  # type: ignore[attr-defined]
-    return _inst.getstate()
+        address = id(generator) + object.__basicsize__
+        return ctypes.string_at(address, _STATE_BYTES), generator.gauss_next  # type: ignore[attr-defined]
+    return generator.getstate()
 
 
 def _set_python_state(state: Any) -> None:
@@ -58,42 +63,62 @@ def _cuda_generators() -> list[torch.Generator]:
 class Generators:
     """States of the default generators of `random`, numpy and PyTorch (CPU and CUDA).
 
-    ``Generators.current()`` are the process's; ``Generators.seeded(seed)`` are new ones.
-    ``install()`` makes them the process's and returns what was there before.
+    ``exchange()`` trades them for the process's: what was here becomes the process's, and what was
+    the process's is kept here.
+
+    Args:
+        seed: for new generators, the same on every rank and in every process.
     """
 
     __slots__ = ("_cpu", "_cuda", "_numpy", "_python")
 
-    def __init__(self, python: Any, numpy: Any, cpu: torch.Tensor, cuda: list[torch.Tensor]):
-        self._python, self._numpy, self._cpu, self._cuda = python, numpy, cpu, cuda
+    def __init__(self, seed: int) -> None:
+        fresh = random.Random(seed)
+        self._python = _state_of(fresh)
+        self._numpy: Any = np.random.MT19937(seed)
+        self._cpu = torch.Generator().manual_seed(seed).get_state()
+        self._cuda = [
+            torch.Generator(generator.device).manual_seed(seed).get_state()
+            for generator in _cuda_generators()
+        ]
 
-    @classmethod
-    def current(cls) -> Generators:
-        """The process's generators as they stand."""
-        return cls(
-            _python_state(),
-            _numpy.get_bit_generator(),
-            torch.default_generator.get_state(),
-            [generator.get_state() for generator in _cuda_generators()],
-        )
-
-    @classmethod
-    def seeded(cls, seed: int) -> Generators:
-        """New generators from a seed: the same draws on every rank and in every process."""
-        before = cls.current()
-        _numpy.set_bit_generator(np.random.MT19937(seed))
-        random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        for generator in _cuda_generators():
-            generator.manual_seed(seed)
-        return before.install()
-
-    def install(self) -> Generators:
-        """Make these the process's generators; returns those that were."""
-        before = Generators.current()
+    def exchange(self) -> None:
+        """Trade places with the process's generators."""
+        before = _python_state()
         _set_python_state(self._python)
+        self._python = before
+        bits = _numpy.get_bit_generator()
         _numpy.set_bit_generator(self._numpy)
+        self._numpy = bits
+        cpu = torch.default_generator.get_state()
         torch.default_generator.set_state(self._cpu)
-        for generator, state in zip(_cuda_generators(), self._cuda, strict=False):
-            generator.set_state(state)
-        return before
+        self._cpu = cpu
+        if self._cuda:
+            self._exchange_cuda()
+
+    def _exchange_cuda(self) -> None:
+        for index, generator in enumerate(_cuda_generators()):
+            before = generator.get_state()
+            generator.set_state(self._cuda[index])
+            self._cuda[index] = before
+
+
+class Exchange:
+    """Whose generators the process has: the engine's, or one block's.
+
+    The engine draws nothing inside a model's forward, so there the last block's stay until another
+    block runs or the forward ends.
+    """
+
+    def __init__(self) -> None:
+        self._owner: Generators | None = None
+
+    def give(self, owner: Generators | None) -> None:
+        """Install a block's generators, or with None the engine's own."""
+        if owner is self._owner:
+            return
+        if self._owner is not None:
+            self._owner.exchange()
+        if owner is not None:
+            owner.exchange()
+        self._owner = owner

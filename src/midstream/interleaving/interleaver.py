@@ -3,7 +3,8 @@
 A step is one forward pass. During it, the modules that a block waits for have their `forward`
 replaced on the instance; when the step ends they are as before. The order in which a model calls
 its modules is learned in the first step that has a block, with every module replaced; from then on
-a request for a location that has been passed is known at once, and only wanted modules are touched.
+a request for a location that has been passed is known at once, and only wanted modules and those
+that call them are touched.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from midstream.errors import OutOfOrderError
 from midstream.interleaving.events import Event, Rows
 from midstream.interleaving.locations import ENGINE_ORDER, Location
-from midstream.interleaving.run import Run
+from midstream.interleaving.run import EXCHANGE, Run
 
 
 class Interleaver:
@@ -37,8 +38,9 @@ class Interleaver:
         self._position = -1
         self._passed: set[Location] = set()
         self._replaced: dict[str, tuple[torch.nn.Module, Any]] = {}
+        self._around: dict[Location, list[str]] = {}
         self._paused = False
-        self._in_phase = False
+        self.in_forward = False
         self.in_step = False
 
     def begin_step(self, runs: Sequence[Run]) -> None:
@@ -59,14 +61,15 @@ class Interleaver:
             rows: the rows of each active block's request.
             sizes: lengths along which a tensor counts as one row per request or token.
         """
-        self._rows, self._sizes, self._in_phase = rows, sizes, True
+        self._rows, self._sizes, self.in_forward = rows, sizes, True
         try:
             for path in self._paths_to_replace():
                 self._replace(path)
             yield
         finally:
-            self._in_phase = False
+            self.in_forward = False
             self._restore()
+            EXCHANGE.give(None)
 
     def finish_step(self, *, learned: bool = True) -> None:
         """End the step: a block that still waits asked for what this step did not reach.
@@ -75,6 +78,8 @@ class Interleaver:
             learned: whether the step ran all its phases, so that the order of modules is known.
         """
         waiting, self._waiting = self._waiting, {}
+        self._learned = self._learned or learned
+        self.in_step = False  # a block that catches the error and asks again is refused at once
         for location, runs in waiting.items():
             for run in runs:
                 run.resume(
@@ -83,8 +88,6 @@ class Interleaver:
                         "The block asked for it, and the step ended without it."
                     )
                 )
-        self._learned = self._learned or learned
-        self.in_step = False
 
     def hand_over(
         self,
@@ -110,26 +113,25 @@ class Interleaver:
             return value
         if rows is None:
             rows, sizes = self._rows, self._sizes
-        try:
-            event = Event(value, sizes, [rows[run] for run in runs], check)
-            for run in runs:
-                self._serve(run, location, event, rows[run])
-            return event.result()
-        except Exception as error:  # noqa: BLE001  # whatever goes wrong here, the forward goes on
-            for run in runs:
-                run.fail(error)
-            return value
+        event = Event(value, sizes, [rows[run] for run in runs], check)
+        for run in runs:
+            self._serve(run, location, event, rows[run])
+        return event.result()
 
     def _serve(self, run: Run, location: Location, event: Event, rows: Rows) -> None:
         """Give one block its rows, let it execute, and take back what it changed."""
         served = event.serve(rows)
         run.served = {location: served}
-        run.resume()
-        run.served = {}
         try:
-            served.settle(location.label(run.visit))
+            run.resume()
+            served.settle(location, run.visit)
         except Exception as error:  # noqa: BLE001  # a failed copy is the block's error, never the engine's
+            if run.marks is not None:
+                _, file, line = run.marks
+                error.add_note(f'Met in the value that was read at File "{file}", line {line}.')
             run.fail(error) if run.done else run.resume(error)
+        finally:
+            run.served = {}
         self._after(run)
 
     def _turn(self, run: Run) -> None:
@@ -142,8 +144,9 @@ class Interleaver:
 
     def _wait(self, run: Run, location: Location) -> None:
         self._waiting.setdefault(location, []).append(run)
-        if self._in_phase and location not in ENGINE_ORDER:
-            self._replace(location.path)
+        if self._learned and self.in_forward and location not in ENGINE_ORDER:
+            for path in self._paths(location):
+                self._replace(path)
 
     def check(self, run: Run, location: Location) -> None:
         """Refuse a location that this step has passed.
@@ -160,7 +163,7 @@ class Interleaver:
             return
         text = f"'{location.label(run.visit)}' was requested but the model already ran past it"
         if run.marks is not None:
-            served, line = run.marks
+            served, _, line = run.marks
             text += (
                 f": the block had already been given '{served.label(run.visit)}'. "
                 f"Move this access above line {line}"
@@ -188,21 +191,46 @@ class Interleaver:
     def _paths_to_replace(self) -> list[str]:
         if not self._learned:
             return list(self._modules)
-        return [location.path for location in self._waiting if location not in ENGINE_ORDER]
+        wanted = [location for location in self._waiting if location not in ENGINE_ORDER]
+        return [path for location in wanted for path in self._paths(location)]
+
+    def _paths(self, location: Location) -> list[str]:
+        """The location's module, and those whose call is under way when it is reached.
+
+        A block that was given the one may go on to the output of the others, and a call that is
+        under way can no longer be replaced.
+        """
+        found = self._around.get(location)
+        if found is None:
+            found = self._around[location] = [location.path, *self._callers(location)]
+        return found
+
+    def _callers(self, location: Location) -> list[str]:
+        order, index = self._order, self._order.get(location)
+        if index is None:  # not called in the first step: as the tree has it
+            parts = location.path.split(".")
+            return [".".join(parts[:count]) for count in range(len(parts))]
+        return [
+            path
+            for path in self._modules
+            if order.get(Location(path, "input"), index) < index
+            and index < order.get(Location(path, "output"), index)
+        ]
 
     def _replace(self, path: str) -> None:
         module = self._modules.get(path)
         if module is None or path in self._replaced:
             return
+        # into the instance's dictionary: a module's own attribute setter takes microseconds
         self._replaced[path] = (module, module.__dict__.get("forward"))
-        module.forward = self._traced(path, module.forward)
+        module.__dict__["forward"] = self._traced(path, module.forward)
 
     def _restore(self) -> None:
         for module, own in self._replaced.values():
             if own is None:
-                del module.forward
+                del module.__dict__["forward"]
             else:
-                module.forward = own
+                module.__dict__["forward"] = own
         self._replaced.clear()
 
     def _traced(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,7 +239,11 @@ class Interleaver:
         def traced(*args: Any, **kwargs: Any) -> Any:
             if self._paused:
                 return forward(*args, **kwargs)
-            args, kwargs = self.hand_over(entry, (args, kwargs))
-            return self.hand_over(leave, forward(*args, **kwargs))
+            if entry in self._waiting or not self._learned:
+                args, kwargs = self.hand_over(entry, (args, kwargs))
+            value = forward(*args, **kwargs)
+            if leave in self._waiting or not self._learned:
+                value = self.hand_over(leave, value)
+            return value
 
         return traced

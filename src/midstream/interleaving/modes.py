@@ -16,6 +16,11 @@ from torch.overrides import _push_mode as _push_function_mode
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
+# what `torch.inference_mode` and `torch.set_grad_enabled` call, without their Python wrappers:
+# every visit of every block passes here
+_InferenceMode: Any = torch._C._InferenceMode
+_set_grad = torch._C._set_grad_enabled
+
 _CUDA = torch.backends.cuda.is_built()
 
 
@@ -49,9 +54,9 @@ class BlockModes:
         self._guards: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:
-        self._guard = torch.inference_mode(False)
+        self._guard = _InferenceMode(False)
         self._guard.__enter__()
-        torch.set_grad_enabled(False)
+        _set_grad(False)
         self._entry = _flags()
         if self._left is not None:
             self._restore_block()

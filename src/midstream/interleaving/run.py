@@ -5,18 +5,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import greenlet
 
 from midstream.errors import NotInTraceError
-from midstream.interleaving.generators import Generators
+from midstream.interleaving.generators import Exchange, Generators
 from midstream.interleaving.locations import Location
 from midstream.interleaving.modes import BlockModes
 
 if TYPE_CHECKING:
     from midstream.interleaving.events import Served
     from midstream.interleaving.interleaver import Interleaver
+
+
+EXCHANGE = Exchange()
+"""Whose random generators this process has; there is one set, whatever the number of models."""
+
+
+_ABANDONED: list[greenlet.greenlet] = []
 
 
 class _BlockGreenlet(greenlet.greenlet):  # type: ignore[misc]  # greenlet has no types
@@ -40,6 +47,14 @@ def current_run(what: str) -> Run:
     return run  # type: ignore[no-any-return]
 
 
+class Mark(NamedTuple):
+    """A line of a block that asked for a value, and got it."""
+
+    location: Location
+    file: str
+    line: int
+
+
 class Run:
     """One block's execution. It is switched into by the forward thread, never by another.
 
@@ -47,7 +62,7 @@ class Run:
         visit: step of the request the block is in, counted from 0 (the prefill).
         wanted: the location the block waits for; None while it executes or when it is done.
         error: what the block raised, if it did.
-        marks: (location, line) of the last value served, for error texts.
+        marks: where in the user's code the last value was asked for, for error texts.
     """
 
     def __init__(self, target: Callable[[], None], *, seed: int = 0):
@@ -62,12 +77,13 @@ class Run:
         self.wanted: Location | None = None
         self.served: dict[Location, Served] = {}
         self.error: BaseException | None = None
-        self.marks: tuple[Location, int] | None = None
+        self._abandoned = False
+        self.marks: Mark | None = None
 
     @property
     def done(self) -> bool:
         """Whether the block has ended, by itself or by an error."""
-        return bool(self._greenlet.dead)
+        return self._abandoned or bool(self._greenlet.dead)
 
     @property
     def started(self) -> bool:
@@ -84,21 +100,37 @@ class Run:
             return
         self._greenlet.parent = greenlet.getcurrent()
         self.wanted = None
-        generators = self._generators or Generators.seeded(self._seed)
-        engine = generators.install()
-        try:
-            with self._modes:
-                if error is None:
-                    self._greenlet.switch()
-                else:
-                    self._greenlet.throw(error)
-        finally:
-            self._generators = engine.install()
+        if self._generators is None:
+            self._generators = Generators(self._seed)
+        EXCHANGE.give(self._generators)
+        with self._modes:
+            if error is None:
+                self._greenlet.switch()
+            else:
+                self._greenlet.throw(error)
+        if not self.keeps_generators:
+            EXCHANGE.give(None)
+
+    @property
+    def keeps_generators(self) -> bool:
+        """Whether the block's generators may stay installed while the forward goes on."""
+        return self.interleaver is not None and self.interleaver.in_forward and not self.done
 
     def kill(self) -> None:
-        """Unwind the block where it waits; its `finally` clauses run, nothing is recorded."""
-        if not self.done:
+        """Unwind the block where it waits; its `finally` clauses run, nothing is recorded.
+
+        A block that does not let itself be unwound, or that belongs to another thread, is never
+        resumed again. It is kept, since Python would unwind it once more to free it.
+        """
+        if self.done:
+            return
+        try:
             self.resume(greenlet.GreenletExit())
+        except greenlet.error:
+            EXCHANGE.give(None)
+        if not self.done:
+            self._abandoned = True
+            _ABANDONED.append(self._greenlet)
 
     def fail(self, error: BaseException) -> None:
         """End the block with an error that the machinery, not the block, met."""
@@ -127,7 +159,7 @@ class Run:
         return served
 
     def _wait(self, location: Location) -> Served:
-        line = _line_of_block()
+        file, line = _line_of_block()
         if self.interleaver is None:
             raise NotInTraceError(f"{location.label(self.visit)} was asked for outside a forward.")
         self.interleaver.check(self, location)
@@ -135,13 +167,18 @@ class Run:
         parent = self._greenlet.parent
         assert parent is not None
         parent.switch()
-        self.marks = (location, line)
+        self.marks = Mark(location, file, line)
         return self.served[location]
 
 
-def _line_of_block() -> int:
-    """Line of the nearest frame outside this package: the user's."""
+def _line_of_block() -> tuple[str, int]:
+    """File and line of the nearest frame outside midstream: the user's."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__package__") == __package__:
+    while frame is not None and _is_ours(frame):
         frame = frame.f_back
-    return frame.f_lineno if frame is not None else 0
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    package = frame.f_globals.get("__package__") or ""
+    return bool(package.partition(".")[0] == __name__.partition(".")[0])

@@ -2,7 +2,7 @@
 
 from midstream.tracing.binding import bind
 from midstream.tracing.block import Block, Code, Compiled
-from midstream.tracing.capture import Capture
+from midstream.tracing.capture import Capture, forget_skip
 from midstream.tracing.execute import Execution, user_traceback
 from midstream.tracing.saves import Scope, save, scoped
 from midstream.tracing.shipping import dumps, loads
@@ -16,6 +16,7 @@ __all__ = [
     "Scope",
     "bind",
     "dumps",
+    "forget_skip",
     "loads",
     "save",
     "scoped",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dis
-import sys
 import warnings
 from dataclasses import dataclass
 from types import FrameType, ModuleType
@@ -19,17 +18,42 @@ from midstream.errors import (
 )
 from midstream.tracing.block import Block, Code, Compiled
 from midstream.tracing.checks import check_body, check_layout
+from midstream.tracing.hooks import TraceHook
 from midstream.tracing.names import resolve
 from midstream.tracing.percode import PerCode
 from midstream.tracing.saves import save
-from midstream.tracing.sources import Found, Source, future_flags, sources, with_position
+from midstream.tracing.sources import (
+    BLOCK_NAME,
+    Found,
+    Source,
+    future_flags,
+    sources,
+    with_position,
+)
 from midstream.tracing.verifying import Body, is_same, is_skippable
 
-__all__ = ["Capture"]
+__all__ = ["Capture", "forget_skip"]
 
 
 class _BodySkipped(BaseException):
     """Leaves the body before its first statement; never seen outside `Capture`."""
+
+
+def forget_skip(error: BaseException) -> None:
+    """Take the signal that skipped a body out of an error's chain; it would only puzzle a reader.
+
+    It gets there because the exit of the `with` statement, where the block is sent, handles it.
+    """
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        link = pending.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        if isinstance(link.__context__, _BodySkipped):
+            link.__context__ = None
+        pending += [link.__cause__, link.__context__]
 
 
 @dataclass(frozen=True)
@@ -70,8 +94,7 @@ class Capture:
         self._frame: FrameType | None = frame
         self._site = site
         self._signal = _BodySkipped()
-        self._reached = False
-        self._arm(frame)
+        self._hook = TraceHook(frame, self._trace)
 
     @classmethod
     def begin(cls, frame: FrameType, what: str = "trace") -> Capture:
@@ -116,17 +139,7 @@ class Capture:
             return Block(code=self._site.code, values=values)
         finally:
             signal.__traceback__ = None  # it holds the frame, and the frame holds us
-            self._disarm(frame)
-
-    def _arm(self, frame: FrameType) -> None:
-        self._saved = (sys.gettrace(), frame.f_trace, frame.f_trace_lines)
-        frame.f_trace_lines = True
-        frame.f_trace = self._trace
-        sys.settrace(self._trace)
-
-    def _disarm(self, frame: FrameType) -> None:
-        previous, frame.f_trace, frame.f_trace_lines = self._saved
-        sys.settrace(previous)
+            self._hook.restore()
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         if frame is not self._frame:
@@ -242,6 +255,8 @@ def _warn_bare_saves(frame: FrameType, site: _Site) -> None:
     compiled = site.compiled
     if not compiled.bare_saves and not compiled.bare_calls:
         return
+    if BLOCK_NAME in frame.f_globals:
+        return  # a trace inside a block: the block's own capture has warned
     owners = resolve(frame, {name for name, _ in compiled.bare_calls})
     calls = [line for name, line in compiled.bare_calls if _is_ours(owners.get(name))]
     for line in sorted({*compiled.bare_saves, *calls}):

@@ -125,7 +125,7 @@ def _check_scope(context: _Context, node: ast.AST, in_loop: bool) -> None:
         _refuse(context, node, advice)
     if isinstance(node, ast.comprehension) and node.is_async:
         _refuse(context, node.target, f"asynchronous comprehension in a block: {_AWAITS}")
-    if isinstance(node, ast.Call) and ast.unparse(node) == "super()":
+    if isinstance(node, ast.Call) and not node.args and _is_name(node.func, "super"):
         _refuse(context, node, "`super()` in a block: write `parent = super()` before the `with`")
 
 
@@ -150,6 +150,10 @@ def _check_spelling(context: _Context, node: ast.AST) -> None:
         _refuse(context, node, f"steps belong to the tracer: write `{tracer}.all()`{as_name}")
     if isinstance(node, ast.Call) and _is(node.func, context.tracer, "backend"):
         _refuse(context, node, f"`backend` is a value, not a method: write `{tracer}.backend`")
+
+
+def _is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
 
 
 def _is(node: ast.AST, owner: str | None, attribute: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +19,14 @@ from midstream.tracing.saves import HELPER_NAMES
 __all__ = ["compile_code", "parse_block", "quietly"]
 
 
+_filters_lock = threading.RLock()
+
+
 @contextmanager
 def quietly() -> Iterator[None]:
     """Keep the compiler's warnings down: the user has seen them when the file was compiled."""
-    with warnings.catch_warnings():
+    # The filters are the process's: two threads that set and restore them must not overlap.
+    with _filters_lock, warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
         warnings.simplefilter("ignore", DeprecationWarning)  # bad escapes, up to Python 3.11
         yield

@@ -13,6 +13,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from midstream.tracing.block import Block
+from midstream.tracing.capture import forget_skip
 from midstream.tracing.saves import HELPER_NAMES, Scope, helpers, scoped
 from midstream.tracing.sources import BLOCK_NAME
 
@@ -128,6 +129,7 @@ def user_traceback(block: Block, exc: BaseException) -> str:
     Source lines come from the block, as they were at capture; frames in other files have their line
     number only, since the file that lies here may not be the one that ran.
     """
+    forget_skip(exc)
     shown = traceback.TracebackException.from_exception(exc, lookup_lines=False)
     _localise(shown, block, set())
     return "".join(shown.format())

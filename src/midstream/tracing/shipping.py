@@ -15,12 +15,13 @@ import threading
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
 import msgspec
 
+from midstream._version import __version__
 from midstream.errors import DataVersionError, TransportError
 from midstream.tracing.block import Block, Code
 from midstream.tracing.tensors import reduce_tensor
@@ -49,11 +50,7 @@ class _Envelope(msgspec.Struct):
 
 
 def _versions() -> _Versions:
-    try:
-        installed = importlib.metadata.version("midstream")
-    except importlib.metadata.PackageNotFoundError:
-        installed = "unknown"
-    return _Versions(installed, f"{sys.version_info.major}.{sys.version_info.minor}")
+    return _Versions(__version__, f"{sys.version_info.major}.{sys.version_info.minor}")
 
 
 _here = lru_cache(maxsize=1)(_versions)
@@ -164,6 +161,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, _PrunedModule):
             return _module, (obj.name, obj.attributes)
+        if isinstance(obj, CodeType):
+            # cloudpickle leaves the file's name out, and tracebacks would not tell the user's line
+            return _code, (*self.dispatch_table[CodeType](obj), obj.co_filename)
         reduced = reduce_tensor(obj)
         if reduced is not None:
             return reduced
@@ -185,7 +185,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
             cloudpickle.unregister_pickle_by_value(module)
 
 
-_by_value_lock = threading.Lock()
+_by_value_lock = threading.RLock()
 
 
 class _Unpickler(pickle.Unpickler):
@@ -200,9 +200,16 @@ class _Unpickler(pickle.Unpickler):
 def _is_users(module: ModuleType) -> bool:
     """Whether a module is the user's own: from a file that no installation put there."""
     file = getattr(module, "__file__", None)
-    if not file or module.__name__.partition(".")[0] in _ENGINE_PACKAGES:
+    package = module.__name__.partition(".")[0]
+    if not file or package in _ENGINE_PACKAGES or package in _installed_packages():
         return False
     return _is_users_file(file)
+
+
+@lru_cache(maxsize=1)
+def _installed_packages() -> frozenset[str]:
+    """Top-level packages of all installed distributions, wherever they lie on the path."""
+    return frozenset(importlib.metadata.packages_distributions())
 
 
 @lru_cache(maxsize=1024)
@@ -212,6 +219,10 @@ def _is_users_file(file: str) -> bool:
         return False
     installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
     return not any(path.is_relative_to(Path(root).resolve()) for root in installed)
+
+
+def _code(make: Callable[..., CodeType], args: tuple[Any, ...], filename: str) -> CodeType:
+    return make(*args).replace(co_filename=filename)
 
 
 class _PrunedModule:

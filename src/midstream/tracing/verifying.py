@@ -16,7 +16,9 @@ from typing import Any
 
 __all__ = ["Body", "is_same", "is_skippable"]
 
-_IGNORED = frozenset({"NOP", "RESUME", "CACHE", "EXTENDED_ARG", "PRECALL", "POP_TOP", "PRINT_EXPR"})
+_IGNORED = frozenset(
+    {"NOP", "RESUME", "CACHE", "EXTENDED_ARG", "PRECALL", "PUSH_NULL", "POP_TOP", "PRINT_EXPR"}
+)
 _PRINT = 1  # CALL_INTRINSIC_1's argument that prints an expression in an interactive session
 _VARIABLES = ("FAST", "DEREF", "GLOBAL", "NAME", "CLASSDEREF", "CLOSURE")
 
@@ -136,13 +138,15 @@ def _operations(instruction: dis.Instruction, has_asserts: bool) -> Iterator[Any
     elif name in ("RETURN_CONST", "RETURN_VALUE"):
         if name == "RETURN_CONST" and value is not None:
             yield ("CONST", _constant(value))
-    elif name == "LOAD_CONST":
+    elif name in ("LOAD_CONST", "KW_NAMES"):
         if value is not None or not has_asserts:
             yield ("CONST", _constant(value))
     elif any(kind in name for kind in _VARIABLES) and isinstance(value, str | tuple):
         verbs = [word for word in name.split("_") if word in ("LOAD", "STORE", "DELETE")]
         names = value if isinstance(value, tuple) else (value,)
         yield from zip(verbs, names, strict=False)
+    elif name == "LOAD_METHOD":  # or LOAD_ATTR, where the module imports the object by that name
+        yield ("LOAD_ATTR", value)
     elif name != "CALL_INTRINSIC_1" or instruction.arg != _PRINT:
         yield (name, value if isinstance(value, str) else _constant(instruction.arg))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.modeling.vllm.scripts.running import Program
 from tests.support.checkpoints import checkpoint
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.conftest import TINY
-from tests.support.checkpoints import EOS, A, B, checkpoint
 
 from midstream import VLLM
 from midstream.errors import EngineBuildError, EngineDeadError
+from tests.conftest import TINY
+from tests.support.checkpoints import EOS, A, B, checkpoint
 
 GREEDY = {"temperature": 0.0}
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from tests.modeling.vllm.scripts.reporting import engine_processes
 from tests.modeling.vllm.scripts.running import Program, gone, kill
 from tests.support.checkpoints import EOS
@@ -23,7 +24,7 @@ def unguarded() -> Iterator[Program]:
 
 
 @pytest.fixture(scope="module")
-def serving(
+def served(
     tmp_path_factory: pytest.TempPathFactory,
     unguarded: Program,  # runs beside it, which saves time
 ) -> Iterator[Program]:
@@ -33,65 +34,65 @@ def serving(
     program.end()
 
 
-def test_failed_build(serving: Program) -> None:
+def test_failed_build(served: Program) -> None:
     """What fails in an engine process is the caller's error, in full, and leaves no process."""
-    facts = serving.facts("failed_build")
+    facts = served.facts("failed_build")
     assert "SafetensorError: " in facts["text"].splitlines()[0]
     assert facts["seconds"] < 90
-    after = serving.facts("after_failed_build")
+    after = served.facts("after_failed_build")
     assert after["processes"] == []
     assert after["dispatched"] is False
 
 
-def test_length(serving: Program) -> None:
+def test_length(served: Program) -> None:
     """A request that ends by length brings its saves home."""
-    facts = serving.facts("length")
+    facts = served.facts("length")
     assert facts["shape"] == [5, 128]
     assert (facts["reason"], len(facts["tokens"])) == ("length", 3)
 
 
-def test_eos(serving: Program) -> None:
+def test_eos(served: Program) -> None:
     """A request that ends by the end-of-sequence token brings its saves home."""
-    facts = serving.facts("eos")
+    facts = served.facts("eos")
     assert facts["shape"] == [1, 128]
     assert (facts["reason"], facts["tokens"]) == ("stop", [EOS])
 
 
-def test_stop_string(serving: Program) -> None:
+def test_stop_string(served: Program) -> None:
     """A stop string ends a request in the client; the saves come home all the same."""
-    facts = serving.facts("stop")
+    facts = served.facts("stop")
     assert facts["shape"] == [1, 128]
     assert (facts["reason"], facts["stop_reason"]) == ("stop", "t77")
 
 
-def test_abort(serving: Program) -> None:
+def test_abort(served: Program) -> None:
     """An aborted request brings its saves home and has no result, in bounded time."""
-    facts = serving.facts("abort")
+    facts = served.facts("abort")
     assert facts["shape"] == [5, 128]
     assert facts["result"] is None
 
 
-def test_abort_at_once(serving: Program) -> None:
+def test_abort_at_once(served: Program) -> None:
     """A request aborted as soon as it is sent ends its trace."""
-    facts = serving.facts("abort_at_once")
+    facts = served.facts("abort_at_once")
     assert (facts["result"], facts["live"]) == (None, 0)
 
 
-def test_two_threads(serving: Program) -> None:
+def test_two_threads(served: Program) -> None:
     """Traces of two threads wait for each other, and both are right."""
-    facts = serving.facts("two_threads")
+    facts = served.facts("two_threads")
     assert facts["found"] == facts["expected"]
     assert [len(tokens) for tokens in facts["found"]] == [12, 3] * 3
 
 
-def test_prompt_over_the_budget(serving: Program) -> None:
+def test_prompt_over_the_budget(served: Program) -> None:
     """A prompt that does not fit a step is refused, naming both numbers and the argument."""
-    assert "max_num_batched_tokens=" in serving.facts("too_long")["text"]
+    assert "max_num_batched_tokens=" in served.facts("too_long")["text"]
 
 
-def test_interrupt(serving: Program) -> None:
+def test_interrupt(served: Program) -> None:
     """A terminal's Ctrl-C reaches the caller, ends the request, and leaves the engine right."""
-    facts = serving.facts("interrupt")
+    facts = served.facts("interrupt")
     assert facts["raised"] == "KeyboardInterrupt"
     assert facts["live"] == 0
     assert facts["right_after"]
@@ -99,23 +100,24 @@ def test_interrupt(serving: Program) -> None:
 
 
 @pytest.mark.parametrize("what", ["exit", "core_killed"])
-def test_death(serving: Program, what: str) -> None:
+def test_death(served: Program, what: str) -> None:
     """A dead engine, by its worker or its core, is an error in bounded time; the next is built."""
-    facts = serving.facts(what)
+    facts = served.facts(what)
     assert facts["is_runtime_error"]
+    assert "serving.py, line " in facts["text"]  # names the block that ran
     assert facts["cause"] == "vllm.v1.engine.exceptions.EngineDeadError"
     assert facts["seconds"] < 40
     assert facts["dispatched"] is False
     assert facts["left"] == []
-    assert serving.facts(f"after_{what}")["right_after"]
+    assert served.facts(f"after_{what}")["right_after"]
 
 
-def test_client_killed(serving: Program) -> None:
+def test_client_killed(served: Program) -> None:
     """Ten seconds after its client was killed, nothing of an engine is left."""
-    facts = serving.facts("generating")
+    facts = served.facts("generating")
     assert len(facts["processes"]) == 2
     assert Path(facts["segment"]).exists()
-    kill(serving.process.pid)
+    kill(served.process.pid)
     assert gone(facts["processes"], seconds=10)
     assert not Path(facts["segment"]).exists()
 

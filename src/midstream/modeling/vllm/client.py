@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import gc
 import itertools
-import multiprocessing
 import os
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing.util import register_after_fork
-from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from midstream.errors import EngineBuildError, EngineDeadError, MidstreamError, UnsupportedError
-from midstream.modeling.vllm import arguments as args
+from midstream.errors import EngineDeadError, MidstreamError, UnsupportedError
 from midstream.modeling.vllm import bootstrap
+from midstream.modeling.vllm.building import build
 from midstream.modeling.vllm.ending import PATIENCE, Ending
-from midstream.modeling.vllm.engine import process
 from midstream.modeling.vllm.interrupts import held
 from midstream.modeling.vllm.payloads import Record, unpack
 from midstream.modeling.vllm.payloads.segments import discard, owner_id, sweep
@@ -32,10 +25,6 @@ _DEAD = (
     "The engine ended while it ran this trace. What its process printed is above; the next trace "
     "builds a new engine."
 )
-
-# A forked engine process imports nothing: without this it would not follow its client yet. In all
-# other forks `enter` finds no client to follow.
-register_after_fork(process, lambda module: module.enter())
 
 
 @dataclass
@@ -73,7 +62,7 @@ class Engine:
         self._closed: set[str] = set()
         self._owner = owner_id(tag=next(_TAGS))
         sweep()  # of clients that were killed
-        self.llm = _build(repo, dict(settings), vllm, self._owner)
+        self.llm = build(repo, dict(settings), vllm, self._owner)
         self._core = self.llm.llm_engine
         self._ending = Ending(self._core.engine_core)
         processor = self._core.output_processor
@@ -195,55 +184,3 @@ class Engine:
         del llm
         gc.collect()
         discard(self._owner)
-
-
-def _build(repo: str, settings: dict[str, Any], vllm: bootstrap.Installed, owner: str) -> Any:
-    from vllm import LLM
-
-    if vllm.cpu:
-        # the interpreter that runs Triton's kernels there cannot be compiled
-        settings.setdefault("enforce_eager", True)
-    settings["worker_cls"] = args.worker(settings.get("worker_cls"), cpu=vllm.cpu)
-    settings["scheduler_cls"] = args.scheduler(settings.get("scheduler_cls"))
-    with tempfile.TemporaryDirectory(prefix="midstream-") as folder:
-        report = Path(folder) / "failures"
-        variables = bootstrap.process_variables(vllm)
-        variables[process.CLIENT] = owner
-        if not bootstrap.in_process():
-            variables[process.REPORT] = os.environ.get(process.REPORT, str(report))
-        with bootstrap.environment(variables):
-            refuse_reimport()
-            try:
-                return LLM(model=repo, **settings)
-            except Exception as error:
-                raise _failure(error, process.read_failures(report)) from error
-
-
-def refuse_reimport() -> None:
-    """Refuse to build while a started process imports the main module a second time.
-
-    Raises:
-        EngineBuildError: with what to write; the process that started this one gets it too.
-    """
-    if not getattr(multiprocessing.current_process(), "_inheriting", False):
-        return
-    text = (
-        "The engine's process imports your script again when it starts, and the script builds "
-        "another engine there. Put what your script does into a function and call it under "
-        "`if __name__ == '__main__':`."
-    )
-    process.report(EngineBuildError.__name__, text)
-    raise EngineBuildError(text)
-
-
-def _failure(error: Exception, reported: list[process.Failure]) -> EngineBuildError:
-    """The error of a failed build, with the first cause the engine's processes reported."""
-    if isinstance(error, EngineBuildError):
-        return error
-    kind, message, traceback = type(error).__name__, str(error), ""
-    if reported:
-        kind, message, traceback = msgspec.structs.astuple(reported[0])
-    text = message if kind == EngineBuildError.__name__ else f"{kind}: {message}"
-    if traceback:
-        text += f"\n\nIn the engine's process:\n{traceback}"
-    return EngineBuildError(f"The engine did not start: {text}")

@@ -12,9 +12,11 @@ from midstream.errors import CaptureError, PromptError, UnsupportedError
 from midstream.interleaving.node import Node
 from midstream.modeling.vllm import arguments as args
 from midstream.modeling.vllm import bootstrap, meta, prompts
-from midstream.modeling.vllm.client import Engine, Outcome, refuse_reimport
+from midstream.modeling.vllm.building import refuse_reimport
+from midstream.modeling.vllm.client import Engine, Outcome
 from midstream.modeling.vllm.data import read
 from midstream.modeling.vllm.locations import EngineModel
+from midstream.modeling.vllm.tokenizers import tokenizer_of
 from midstream.modeling.vllm.tracer import Tracer
 from midstream.modeling.vllm.wire import MODEL, NODE, TOKENIZER, TRACER
 from midstream.tracing import Block
@@ -123,12 +125,8 @@ class VLLM(EngineModel):
     @property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer as vLLM resolves it; None with `skip_tokenizer_init`."""
-        if self._tokenizer is None and not self._model_config.skip_tokenizer_init:
-            from vllm.tokenizers import cached_tokenizer_from_config
-
-            self._tokenizer = cached_tokenizer_from_config(self._model_config)
-            if getattr(self._tokenizer, "pad_token", "") is None:
-                self._tokenizer.pad_token = self._tokenizer.eos_token
+        if self._tokenizer is None:
+            self._tokenizer = tokenizer_of(self._model_config)
         return self._tokenizer
 
     # Traces.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from midstream import VLLM
 from tests.modeling.vllm.scripts.reporting import TINY, reported
 from tests.support.checkpoints import checkpoint
-
-from midstream import VLLM
 
 if __name__ == "__main__":
     model = VLLM(str(checkpoint("T-LLAMA", with_tokenizer=True)), **TINY)

@@ -6,7 +6,7 @@ import multiprocessing
 import time
 
 from midstream.modeling.vllm.bootstrap import environment
-from midstream.modeling.vllm.client import process
+from midstream.modeling.vllm.building import process
 from midstream.modeling.vllm.payloads.segments import owner_id
 from tests.modeling.vllm.scripts.reporting import engine_processes, reported
 

@@ -54,8 +54,9 @@ def importing() -> None:
 
 def configure() -> None:
     """Let vLLM make a configuration: on a CPU that alone sets environment variables."""
-    from tests.support.checkpoints import checkpoint
     from vllm.engine.arg_utils import EngineArgs
+
+    from tests.support.checkpoints import checkpoint
 
     path = str(checkpoint("T-LLAMA", with_tokenizer=True))
     EngineArgs(path, enforce_eager=True, **TINY).create_engine_config()
@@ -78,9 +79,8 @@ def watch_cuda() -> list[str]:
 
 def midstream_engine() -> dict[str, Any]:
     """Build, trace and close."""
-    from tests.support.checkpoints import checkpoint
-
     from midstream import VLLM
+    from tests.support.checkpoints import checkpoint
 
     with (
         reported("midstream") as facts,
@@ -98,8 +98,9 @@ def midstream_engine() -> dict[str, Any]:
 
 def plain_engine() -> None:
     """What vLLM is without midstream."""
-    from tests.support.checkpoints import checkpoint
     from vllm import LLM, SamplingParams
+
+    from tests.support.checkpoints import checkpoint
 
     llm = LLM(str(checkpoint("T-LLAMA", with_tokenizer=True)), enforce_eager=True, **TINY)
     with reported("plain") as facts:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
 from tests.modeling.vllm.scripts.reporting import MARK
 
 ROOT = Path(__file__).parents[4]

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tests.modeling.vllm.scripts.reporting import TINY, engine_processes, reported
-from tests.support.checkpoints import EOS, A, B, checkpoint
 
 from midstream import VLLM
 from midstream.errors import EngineBuildError, EngineDeadError
 from midstream.modeling.vllm.payloads import segments
+from tests.modeling.vllm.scripts.reporting import TINY, engine_processes, reported
+from tests.support.checkpoints import EOS, A, B, checkpoint
 
 GREEDY = {"temperature": 0.0}
 
@@ -215,6 +215,7 @@ def deadly(name: str, model: Any, trace: Callable[[], None]) -> None:
         try:
             trace()
         except EngineDeadError as error:
+            facts["text"] = str(error)
             facts["is_runtime_error"] = isinstance(error, RuntimeError)
             cause = type(error.__cause__)
             facts["cause"] = f"{cause.__module__}.{cause.__name__}"

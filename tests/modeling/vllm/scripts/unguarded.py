@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 
-from tests.modeling.vllm.scripts.reporting import TINY, engine_processes, reported
-from tests.support.checkpoints import checkpoint
-
 from midstream import VLLM
 from midstream.errors import EngineBuildError
+from tests.modeling.vllm.scripts.reporting import TINY, engine_processes, reported
+from tests.support.checkpoints import checkpoint
 
 with reported(f"run_{time.monotonic_ns()}"):
     pass

@@ -25,6 +25,7 @@ from midstream.interleaving.run import Run
 from midstream.modeling.vllm.engine.host import BlockHost
 from midstream.modeling.vllm.engine.kernels import EagerKernels
 from midstream.modeling.vllm.payloads import Record, pack
+from midstream.modeling.vllm.tokenizers import tokenizer_of
 from midstream.modeling.vllm.wire import KEY
 
 _ROOT_INPUT, _ROOT_OUTPUT = Location("", "input"), Location("", "output")
@@ -46,18 +47,13 @@ class BlockRunner:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, and make its tree."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        self.blocks = BlockHost(self.model, self._tokenizer)
+        self.blocks = BlockHost(self.model, lambda: tokenizer_of(self.model_config))
         self._kernels = EagerKernels(self.model, self.vllm_config)
         self._active: dict[str, Run] = {}
         self._rows: dict[Run, Rows] = {}
         self._sizes: tuple[int, ...] = ()
         self._closed: list[Record] = []
         self._vocabulary = int(self.model_config.get_vocab_size())
-
-    def _tokenizer(self) -> Any:
-        from vllm.tokenizers import cached_tokenizer_from_config
-
-        return cached_tokenizer_from_config(self.model_config)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Set up the cache and the graph manager, whose dispatch then knows of active blocks."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from midstream.errors import MidstreamError
+from midstream.errors import MidstreamError, UnsupportedError
 from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.run import Run
 from midstream.modeling.vllm.locations import EngineModel
@@ -57,10 +57,9 @@ class BlockHost:
     """
 
     def __init__(self, root: torch.nn.Module, tokenizer: Callable[[], Any]):
-        self.model = EngineModel(root)
+        self.model = BlockModel(root, tokenizer)
         self.tracer = BlockTracer()
         self.interleaver = Interleaver(self.model.tree.modules)
-        self._tokenizer = tokenizer
         self._admitted: dict[str, Admitted] = {}
 
     def admit(self, request_id: str, extra_args: Mapping[str, Any] | None) -> None:
@@ -108,7 +107,7 @@ class BlockHost:
         if reference == TRACER:
             return self.tracer
         if reference == TOKENIZER:
-            return self._tokenizer()
+            return self.model.tokenizer
         kind, _, path = reference.partition(":")
         node = self.model.tree.nodes.get(path) if kind == NODE else None
         if node is None:
@@ -117,6 +116,35 @@ class BlockHost:
                 "captured on another model?"
             )
         return node
+
+
+class BlockModel(EngineModel):
+    """What `model` is inside a block.
+
+    Args:
+        root: the model vLLM loaded.
+        tokenizer: gives the checkpoint's tokenizer.
+    """
+
+    def __init__(self, root: torch.nn.Module, tokenizer: Callable[[], Any]):
+        super().__init__(root)
+        self._load_tokenizer = tokenizer
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer."""
+        return self._load_tokenizer()
+
+    def trace(self, *args: Any, **settings: Any) -> NoReturn:
+        """Refuse: a block runs beside one request.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "A trace inside a trace is not supported. Save what the other trace needs, and trace "
+            "again after the `with`."
+        )
 
 
 class BlockTracer:
