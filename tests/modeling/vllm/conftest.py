@@ -86,9 +86,11 @@ class Neighbour:
         """
         finished: list[list[int]] = []
         while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                if output.request_id == "neighbour" and output.finished:
-                    finished.append(list(output.outputs[0].token_ids))
+            finished += [
+                list(output.outputs[0].token_ids)
+                for output in self._engine.step()
+                if output.request_id == "neighbour" and output.finished
+            ]
         self._hook.remove()
         (tokens,) = finished
         return tokens

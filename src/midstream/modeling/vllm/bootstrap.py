@@ -23,6 +23,7 @@ SUPPORTED = "0.32"
 _BOOTSTRAP = Path(__file__).parent / "_bootstrap"
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _START = "VLLM_WORKER_MULTIPROC_METHOD"
+_PATIENCE = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,14 @@ def process_variables(vllm: Installed) -> dict[str, str]:
     """What the engine's processes have to find in their environment when they start."""
     if in_process():
         return runner_variables(vllm)
-    if not vllm.cpu:
-        return {_START: "spawn"} if _START not in os.environ and cuda_in_use() else {}
-    path = os.environ.get("PYTHONPATH", "")
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(_BOOTSTRAP), path]))}
+    # a worker needs 3 s to end on a free machine; one that vLLM has to kill leaves shared memory
+    variables = {_PATIENCE: os.environ.get(_PATIENCE, "15")}
+    if vllm.cpu:
+        path = os.environ.get("PYTHONPATH", "")
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_BOOTSTRAP), path]))
+    elif _START not in os.environ and cuda_in_use():
+        variables[_START] = "spawn"
+    return variables
 
 
 def cuda_in_use() -> bool:

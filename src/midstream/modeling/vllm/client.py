@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import gc
 import itertools
-import multiprocessing
 import os
-import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from midstream.errors import EngineBuildError, EngineDeadError, MidstreamError, UnsupportedError
-from midstream.modeling.vllm import arguments as args
+from midstream.errors import EngineDeadError, MidstreamError, UnsupportedError
 from midstream.modeling.vllm import bootstrap
-from midstream.modeling.vllm.engine import process
+from midstream.modeling.vllm.building import build
+from midstream.modeling.vllm.ending import PATIENCE, Ending
+from midstream.modeling.vllm.interrupts import held
 from midstream.modeling.vllm.payloads import Record, unpack
 from midstream.modeling.vllm.payloads.segments import discard, owner_id, sweep
 from midstream.modeling.vllm.wire import KEY, RECORDS
 
 _TAGS = itertools.count()  # tell this process's engines apart
 _PATIENCE = 60.0  # seconds an engine in this process may step without closing a finished request
+_DEAD = (
+    "The engine ended while it ran this trace. What its process printed is above; the next trace "
+    "builds a new engine."
+)
 
 
 @dataclass
@@ -56,15 +54,17 @@ class Engine:
 
     def __init__(self, repo: str, settings: Mapping[str, Any], vllm: bootstrap.Installed):
         self._vllm = vllm
-        self._lock = threading.RLock()
+        self._in_process = bootstrap.in_process()
         self._running = False
+        self.broken = False
         self._names = itertools.count()
         self._outcomes: dict[str, Outcome] = {}
         self._closed: set[str] = set()
         self._owner = owner_id(tag=next(_TAGS))
         sweep()  # of clients that were killed
-        self.llm = _build(repo, dict(settings), vllm, self._owner)
+        self.llm = build(repo, dict(settings), vllm, self._owner)
         self._core = self.llm.llm_engine
+        self._ending = Ending(self._core.engine_core)
         processor = self._core.output_processor
         processor.process_outputs = self._taking_records(processor.process_outputs)
 
@@ -80,14 +80,15 @@ class Engine:
             EngineDeadError: the engine's process ended.
             UnsupportedError: called while this thread is already running a trace.
         """
-        with self._lock:
-            if self._running:
-                raise UnsupportedError("A trace inside a trace is not supported.")
-            self._running = True
-            try:
-                return self._run(prompt, self._with_block(prompt, params, block), lora)
-            finally:
-                self._running = False
+        if self._running:
+            raise UnsupportedError("A trace inside a trace is not supported.")
+        self._running = True
+        try:
+            return self._run(prompt, self._with_block(prompt, params, block), lora)
+        finally:
+            self._running = False
+            self._outcomes.clear()
+            self._closed.clear()
 
     def _with_block(self, prompt: dict[str, Any], params: Any, block: bytes) -> Any:
         """Sampling parameters that carry the block and keep its KV cache to itself."""
@@ -99,35 +100,41 @@ class Engine:
         return params
 
     def _run(self, prompt: Any, params: Any, lora: Any) -> Outcome:
+        name, request, outcome = f"trace-{next(self._names)}", "", Outcome()
+        try:
+            with held():
+                with bootstrap.environment(bootstrap.runner_variables(self._vllm)):
+                    request = self._core.add_request(name, prompt, params, lora_request=lora)
+                self._outcomes[request] = outcome
+            self._until_closed(name, request, outcome)
+        except BaseException as error:
+            if self._has_died(error):
+                raise EngineDeadError(_DEAD) from error
+            if request and not self.broken:  # Ctrl-C above all: leave no request behind
+                self._abort(name, request, outcome)
+            raise
+        return outcome
+
+    def _has_died(self, error: BaseException) -> bool:
+        """Whether the engine cannot go on after an error; vLLM's own do not end a step halfway."""
         from vllm.v1.engine.exceptions import EngineDeadError as VLLMEngineDeadError
 
-        name = f"trace-{next(self._names)}"
-        try:
-            with bootstrap.environment(bootstrap.runner_variables(self._vllm)):
-                request = self._core.add_request(name, prompt, params, lora_request=lora)
-            self._outcomes[request] = outcome = Outcome()
-            try:
-                self._until_closed(name, request, outcome)
-            except VLLMEngineDeadError:
-                raise
-            except BaseException:  # Ctrl-C above all: leave no request behind
-                self._core.abort_request([name])
-                self._until_closed(name, request, outcome)
-                raise
-            return outcome
-        except VLLMEngineDeadError as dead:
-            raise EngineDeadError(
-                "The engine's process ended while it ran this trace's block. What the process "
-                "printed is above; the next trace builds a new engine."
-            ) from dead
-        finally:
-            self._outcomes.clear()
-            self._closed.clear()
+        self.broken = self.broken or isinstance(error, VLLMEngineDeadError)
+        return self.broken and isinstance(error, Exception)
+
+    def _abort(self, name: str, request: str, outcome: Outcome) -> None:
+        """End a request early; a second Ctrl-C meanwhile gives the engine up."""
+        self.broken = True
+        self._core.abort_request([name])
+        # vLLM's output side may have finished it already, and then tells the engine nothing
+        self._core.engine_core.abort_requests([request])
+        self._until_closed(name, request, outcome)
+        self.broken = False
 
     def _until_closed(self, name: str, request: str, outcome: Outcome) -> None:
         deadline = time.monotonic() + _PATIENCE
         while request not in self._closed:
-            outputs = self._core.step()
+            outputs = self._step()
             for output in outputs:
                 if output.request_id == name and output.finished:
                     outcome.output = output
@@ -136,25 +143,36 @@ class Engine:
             elif time.monotonic() > deadline:
                 raise MidstreamError(f"The engine did not close the request '{request}'.")
 
+    def _step(self) -> Any:
+        """One step of the engine, which in this process must not be left halfway."""
+        if not self._in_process:
+            return self._core.step()
+        with held():
+            try:
+                return self._core.step()
+            except BaseException:
+                self.broken = True
+                raise
+
     def _taking_records(self, process_outputs: Any) -> Any:
         """VLLM's output processing, after our own outputs have been taken out."""
 
         def without_records(outputs: list[Any], *more: Any, **keywords: Any) -> Any:
-            ours = [output for output in outputs if output.request_id == RECORDS]
-            if ours:
-                for output in ours:
-                    self._take(output.kv_transfer_params)
-                outputs = [output for output in outputs if output.request_id != RECORDS]
-            return process_outputs(outputs, *more, **keywords)
+            with held():
+                for output in outputs:
+                    if output.request_id == RECORDS:
+                        self._take(output.kv_transfer_params)
+                others = [output for output in outputs if output.request_id != RECORDS]
+                return process_outputs(others, *more, **keywords)
 
         return without_records
 
     def _take(self, message: dict[str, Any]) -> None:
+        self._closed.update(message["closed"])
         for record in unpack(message["records"]) if message["records"] else ():
             outcome = self._outcomes.get(record.request_id)
             if outcome is not None:
                 outcome.record = record
-        self._closed.update(message["closed"])
 
     def close(self) -> None:
         """End the engine's processes and free what this one holds of it; twice is no error."""
@@ -162,82 +180,7 @@ class Engine:
         if llm is None:
             return
         self._core = None
-        llm.llm_engine.engine_core.shutdown()
+        self._ending(llm.llm_engine.engine_core, 1.0 if self.broken else PATIENCE)
         del llm
         gc.collect()
-        if bootstrap.in_process():
-            from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-            cleanup_dist_env_and_memory()
         discard(self._owner)
-
-
-def _build(repo: str, settings: dict[str, Any], vllm: bootstrap.Installed, owner: str) -> Any:
-    from vllm import LLM
-
-    if vllm.cpu:
-        # the interpreter that runs Triton's kernels there cannot be compiled
-        settings.setdefault("enforce_eager", True)
-    settings["worker_cls"] = args.worker(settings.get("worker_cls"), cpu=vllm.cpu)
-    settings["scheduler_cls"] = args.scheduler(settings.get("scheduler_cls"))
-    with tempfile.TemporaryDirectory(prefix="midstream-") as folder:
-        report = Path(folder) / "failures"
-        variables = bootstrap.process_variables(vllm)
-        variables[process.CLIENT] = owner
-        if not bootstrap.in_process():
-            variables[process.REPORT] = os.environ.get(process.REPORT, str(report))
-        with bootstrap.environment(variables), _one_thread():
-            _refuse_reimport(variables.get(process.REPORT))
-            try:
-                return LLM(model=repo, **settings)
-            except Exception as error:
-                raise _failure(error, process.read_failures(report)) from error
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Keep PyTorch to one thread while vLLM forks this process.
-
-    A fork does not take OpenMP's threads along, and the child waits for them for ever as soon as
-    an operation wants more than one. vLLM's processes serve with one thread anyway.
-    """
-    import torch
-
-    threads = torch.get_num_threads()
-    forks = not bootstrap.in_process() and threads > 1
-    if forks:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        if forks:
-            torch.set_num_threads(threads)
-
-
-def _refuse_reimport(report: str | None) -> None:
-    """Refuse to build while a started process imports the main module a second time."""
-    if not getattr(multiprocessing.current_process(), "_inheriting", False):
-        return
-    text = (
-        "The engine's process imports your script again when it starts, and the script builds "
-        "another engine there. Put what your script does into a function and call it under "
-        "`if __name__ == '__main__':`."
-    )
-    if report:
-        failure = process.Failure("EngineBuildError", text, "")
-        with open(report, "ab") as file:
-            file.write(msgspec.json.encode(failure) + b"\n")
-    raise EngineBuildError(text)
-
-
-def _failure(error: Exception, reported: list[process.Failure]) -> EngineBuildError:
-    """The error of a failed build, with the first cause the engine's processes reported."""
-    if isinstance(error, EngineBuildError):
-        return error
-    if not reported:
-        return EngineBuildError(f"The engine did not start: {type(error).__name__}: {error}")
-    first = reported[0]
-    return EngineBuildError(
-        f"The engine did not start: {first.type}: {first.message}\n\n"
-        f"In the engine's process:\n{first.traceback}"
-    )

@@ -32,14 +32,26 @@ def build(repo: str, arguments: dict[str, Any]) -> tuple[torch.nn.Module, Any]:
         The root module, and vLLM's model configuration.
 
     Raises:
-        EngineBuildError: the settings select vLLM's older model runner.
+        EngineBuildError: vLLM refuses the checkpoint or the arguments, or the settings select its
+            older model runner.
     """
-    from vllm.engine.arg_utils import EngineArgs
-
     fixed = {**_ONE_RANK, "enforce_eager": True, "load_format": "dummy"}
     for name in ("distributed_executor_backend", "worker_cls", "scheduler_cls"):
         arguments = {key: value for key, value in arguments.items() if key != name}
-    config = EngineArgs(**{**arguments, **fixed, "model": repo}).create_engine_config()
+    try:
+        return _build({**arguments, **fixed, "model": repo})
+    except EngineBuildError:
+        raise
+    except Exception as error:
+        raise EngineBuildError(
+            f"vLLM cannot set up the model {repo!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _build(arguments: dict[str, Any]) -> tuple[torch.nn.Module, Any]:
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(**arguments).create_engine_config()
     refuse_old_runner(config)
     with _one_rank_group(config):
         return _initialize(config), config.model_config

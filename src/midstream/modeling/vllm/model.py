@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from midstream.errors import CaptureError, EngineDeadError, PromptError, UnsupportedError
+from midstream.errors import CaptureError, PromptError, UnsupportedError
 from midstream.interleaving.node import Node
 from midstream.modeling.vllm import arguments as args
 from midstream.modeling.vllm import bootstrap, meta, prompts
+from midstream.modeling.vllm.building import refuse_reimport
 from midstream.modeling.vllm.client import Engine, Outcome
 from midstream.modeling.vllm.data import read
 from midstream.modeling.vllm.locations import EngineModel
@@ -60,8 +62,11 @@ class VLLM(EngineModel):
     ):
         self.repo = str(repo)
         self._engine: Engine | None = None
+        self._lock = threading.RLock()  # an engine runs one trace; other threads wait
         self._vllm = bootstrap.installed()
         bootstrap.refuse_old_runner()
+        if dispatch:
+            refuse_reimport()  # before what takes long
         args.check_mode(mode)
         args.refuse(engine)
         if taps:
@@ -97,14 +102,16 @@ class VLLM(EngineModel):
         Raises:
             EngineBuildError: it did not come up; the text holds the root cause.
         """
-        if self._engine is None:
-            self._engine = Engine(self.repo, self._settings, self._vllm)
+        with self._lock:
+            if self._engine is None:
+                self._engine = Engine(self.repo, self._settings, self._vllm)
 
     def close(self) -> None:
         """End the engine's processes and free its memory. The next trace builds a new engine."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
+        with self._lock:
+            engine, self._engine = self._engine, None
+            if engine is not None:
+                engine.close()
 
     def __enter__(self) -> VLLM:
         return self
@@ -184,14 +191,16 @@ class VLLM(EngineModel):
         settings = dict(settings)
         lora = settings.pop("lora_request", None)
         params = args.sampling(settings)
-        self.dispatch()
-        assert self._engine is not None
-        self._check_length(prompt)
-        try:
-            return self._engine.run(dict(prompt), params, payload, lora)
-        except EngineDeadError:
-            self.close()
-            raise
+        with self._lock:
+            self.dispatch()
+            engine = self._engine
+            assert engine is not None
+            self._check_length(prompt)
+            try:
+                return engine.run(dict(prompt), params, payload, lora)
+            finally:
+                if engine.broken:
+                    self.close()
 
     def _check_length(self, prompt: Mapping[str, Any]) -> None:
         """Refuse a prompt that does not fit one step: a block has to see it whole."""

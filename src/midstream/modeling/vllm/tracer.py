@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from midstream.errors import CaptureError, InterventionError
+from midstream.errors import CaptureError, EngineDeadError, InterventionError
 from midstream.modeling.vllm.data import write
 from midstream.modeling.vllm.payloads import BlockError
 from midstream.tracing import Block, Capture, bind, forget_skip
@@ -37,6 +37,7 @@ class Tracer:
         self._model, self._prompt, self._settings = model, prompt, dict(settings)
         self._run = run
         self._block: bytes | None = None
+        self._where = "a captured trace"
         self._capture: Capture | None = None
         self._frame: FrameType | None = None
         self.saves: dict[str, Any] = {}
@@ -72,6 +73,8 @@ class Tracer:
     def _take(self, block: Block) -> None:
         """Run a captured block, or keep it."""
         self._block = dumps(block, self._model._reference)
+        if (code := block.code or block.listing) is not None:
+            self._where = f"{code.filename}, line {code.first_line}"
         if self._run:
             self._execute()
 
@@ -80,9 +83,13 @@ class Tracer:
 
         Raises:
             InterventionError: the block failed; what it had saved by then is kept.
+            EngineDeadError: the engine did not survive it.
         """
         assert self._block is not None
-        outcome = self._model._submit(self._prompt, self._settings, self._block)
+        try:
+            outcome = self._model._submit(self._prompt, self._settings, self._block)
+        except EngineDeadError as dead:
+            raise EngineDeadError(f"{dead} The block that ran: {self._where}.") from dead.__cause__
         self.result = outcome.output
         if outcome.record is not None:
             self.saves = outcome.record.saves

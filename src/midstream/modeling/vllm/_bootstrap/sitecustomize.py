@@ -2,13 +2,15 @@
 
 vLLM's current model runner needs Triton with a "cpu" backend, and no wheel has one. Its kernels
 are few and small there, so Triton's interpreter runs them. The backend has to be registered
-before anything of vLLM is imported.
+before anything of vLLM is imported. That import takes long, so the client is followed from here
+on. Other Python processes that find this file run what it hides, and nothing else.
 """
 
 import importlib.machinery
 import importlib.util
 import os
 import sys
+import types
 
 _here = os.path.dirname(os.path.abspath(__file__))
 
@@ -21,17 +23,21 @@ def _chain() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def _register() -> None:
-    spec = importlib.util.spec_from_file_location(
-        "_midstream_triton", os.path.join(_here, "triton_cpu.py")
-    )
+def _load(name: str) -> types.ModuleType:
+    """Import a neighbour without importing midstream, which would import PyTorch."""
+    full = f"midstream.modeling.vllm._bootstrap.{name}"
+    spec = importlib.util.spec_from_file_location(full, os.path.join(_here, f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[full] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.register()
+    return module
 
 
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-_chain()
-_register()
+try:
+    _chain()
+finally:
+    if "--multiprocessing-fork" in sys.orig_argv:  # as `multiprocessing` starts its processes
+        _load("follow").follow()
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+        _load("triton_cpu").register()

@@ -6,11 +6,12 @@ import logging
 import os
 import signal
 import threading
-import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from midstream.modeling.vllm._bootstrap import follow
 from midstream.modeling.vllm.payloads.segments import discard, owner_id
 
 CLIENT = "MIDSTREAM_CLIENT"
@@ -18,10 +19,6 @@ CLIENT = "MIDSTREAM_CLIENT"
 
 REPORT = "MIDSTREAM_BUILD_REPORT"
 """Environment variable: the file where a process that fails to start writes the cause."""
-
-_POLL = 1.0  # seconds between looks at the client
-
-_watching = False
 
 
 class Failure(msgspec.Struct):
@@ -38,43 +35,45 @@ def client() -> str:
 
 
 def enter() -> None:
-    """Called by what vLLM builds in its processes: once there, follow the client.
+    """Called early in an engine process: it ends with its client, and leaves Ctrl-C to it.
 
-    The terminal's Ctrl-C is the client's to handle: it aborts requests and keeps the engine.
+    The client aborts what runs and keeps the engine. Called again after vLLM has set its own
+    answer to Ctrl-C. Nothing where the engine is in the client's process.
     """
-    global _watching
     owner = client()
-    if _watching or owner.partition(".")[0] == str(os.getpid()):
+    pid, tag = int(owner.partition(".")[0]), int(owner.rpartition(".")[2])
+    if pid == os.getpid():
         return
-    _watching = True
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_follow, args=(owner,), name="midstream-client", daemon=True).start()
-
-
-def _follow(owner: str) -> None:
-    pid, tag = int(owner.partition(".")[0]), int(owner.rpartition(".")[2])
-    while owner_id(pid, tag) == owner:
-        time.sleep(_POLL)
-    discard(owner)
-    os.kill(os.getpid(), signal.SIGKILL)
+    if not follow.last:
+        follow.last.append(partial(discard, owner))
+    follow.follow()
+    if owner_id(pid, tag) != owner:  # it ended before there was anyone to see it
+        follow.end()
 
 
 class _Reporter(logging.Handler):
     """Writes the first logged exception of this process to the report file."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        path = os.environ.get(REPORT)
-        if not path or record.exc_info is None or record.exc_info[1] is None:
+        if record.exc_info is None or record.exc_info[1] is None:
             return
         error = record.exc_info[1]
         text = logging.Formatter().formatException(record.exc_info)
-        failure = Failure(type(error).__name__, str(error), text)
-        try:
-            with open(path, "ab") as file:
-                file.write(msgspec.json.encode(failure) + b"\n")
-        except OSError:
-            pass  # the client has read the report and removed it: the engine is up
+        report(type(error).__name__, str(error), text)
+
+
+def report(kind: str, message: str, traceback: str = "") -> None:
+    """Write a cause to the report, if one is asked for."""
+    path = os.environ.get(REPORT)
+    if not path:
+        return
+    try:
+        with open(path, "ab") as file:
+            file.write(msgspec.json.encode(Failure(kind, message, traceback)) + b"\n")
+    except OSError:
+        pass  # the client has read the report and removed it: the engine is up
 
 
 def report_build_failures() -> None:

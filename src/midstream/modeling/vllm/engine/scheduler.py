@@ -13,6 +13,7 @@ from midstream.modeling.vllm.engine import process
 from midstream.modeling.vllm.wire import KEY, RECORDS
 
 process.report_build_failures()
+process.enter()  # a started process imports this as it reads vLLM's configuration
 
 
 class BlockSchedulerMixin:

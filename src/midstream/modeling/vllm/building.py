@@ -1,0 +1,109 @@
+"""Builds vLLM's engine, and says why when it does not come up."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.util import register_after_fork
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from midstream.errors import EngineBuildError
+from midstream.modeling.vllm import arguments as args
+from midstream.modeling.vllm import bootstrap
+from midstream.modeling.vllm.engine import process
+
+# A forked engine process imports nothing: without this it would not follow its client yet. In all
+# other forks `enter` finds no client to follow.
+register_after_fork(process, lambda module: module.enter())
+
+
+def build(repo: str, settings: dict[str, Any], vllm: bootstrap.Installed, owner: str) -> Any:
+    """Build an engine.
+
+    Args:
+        repo: checkpoint folder or repository id.
+        settings: vLLM's engine arguments; completed in place.
+        vllm: the installed vLLM.
+        owner: names this engine's client to its processes.
+
+    Returns:
+        vLLM's `LLM`.
+
+    Raises:
+        EngineBuildError: it did not come up; the text holds the root cause.
+    """
+    from vllm import LLM
+
+    if vllm.cpu:
+        # the interpreter that runs Triton's kernels there cannot be compiled
+        settings.setdefault("enforce_eager", True)
+    settings["worker_cls"] = args.worker(settings.get("worker_cls"), cpu=vllm.cpu)
+    settings["scheduler_cls"] = args.scheduler(settings.get("scheduler_cls"))
+    with tempfile.TemporaryDirectory(prefix="midstream-") as folder:
+        report = Path(folder) / "failures"
+        variables = bootstrap.process_variables(vllm)
+        variables[process.CLIENT] = owner
+        if not bootstrap.in_process():
+            variables[process.REPORT] = os.environ.get(process.REPORT, str(report))
+        with bootstrap.environment(variables), _one_thread():
+            refuse_reimport()
+            try:
+                return LLM(model=repo, **settings)
+            except Exception as error:
+                raise _failure(error, process.read_failures(report)) from error
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep PyTorch to one thread while vLLM forks this process.
+
+    A fork does not take OpenMP's threads along, and the child waits for them for ever as soon as
+    an operation wants more than one. vLLM's processes serve with one thread anyway.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    forks = not bootstrap.in_process() and threads > 1
+    if forks:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if forks:
+            torch.set_num_threads(threads)
+
+
+def refuse_reimport() -> None:
+    """Refuse to build while a started process imports the main module a second time.
+
+    Raises:
+        EngineBuildError: with what to write; the process that started this one gets it too.
+    """
+    if not getattr(multiprocessing.current_process(), "_inheriting", False):
+        return
+    text = (
+        "The engine's process imports your script again when it starts, and the script builds "
+        "another engine there. Put what your script does into a function and call it under "
+        "`if __name__ == '__main__':`."
+    )
+    process.report(EngineBuildError.__name__, text)
+    raise EngineBuildError(text)
+
+
+def _failure(error: Exception, reported: list[process.Failure]) -> EngineBuildError:
+    """The error of a failed build, with the first cause the engine's processes reported."""
+    if isinstance(error, EngineBuildError):
+        return error
+    kind, message, traceback = type(error).__name__, str(error), ""
+    if reported:
+        kind, message, traceback = msgspec.structs.astuple(reported[0])
+    text = message if kind == EngineBuildError.__name__ else f"{kind}: {message}"
+    if traceback:
+        text += f"\n\nIn the engine's process:\n{traceback}"
+    return EngineBuildError(f"The engine did not start: {text}")

@@ -1,0 +1,102 @@
+"""How an engine ends: the processes it runs in, or what it holds of this one."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from multiprocessing import connection
+from typing import Any
+
+PATIENCE = 30.0  # seconds for a healthy engine's processes to put down what they hold
+
+
+class Ending:
+    """The end of one engine.
+
+    Args:
+        client: vLLM's client of the engine core.
+    """
+
+    def __init__(self, client: Any):
+        self._cores: list[Any] = []
+        self._workers: list[Any] = []
+        core = getattr(client, "engine_core", None)
+        if core is not None:
+            _keep_shared_groups(client, core)
+        else:
+            self._cores = list(client.resources.engine_manager.processes)
+            self._workers = _children(self._cores)
+            threading.Thread(
+                target=_announce_death, args=(self._cores, client.outputs_queue), daemon=True
+            ).start()
+
+    def __call__(self, client: Any, patience: float = PATIENCE) -> None:
+        """End it; nothing of it is left when this returns.
+
+        Args:
+            client: vLLM's client of the engine core.
+            patience: seconds for its processes to end by themselves, before they are killed.
+        """
+        client.shutdown(timeout=patience)
+        for core in self._cores:  # vLLM leaves a process that it had to kill as a zombie
+            core.join(PATIENCE)
+        _kill(self._workers)
+        self._cores, self._workers = [], []
+
+
+def _announce_death(cores: list[Any], outputs: Any) -> None:
+    """Wake who waits for outputs when the engine is gone; vLLM does so only if it could say so."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    connection.wait([core.sentinel for core in cores])
+    outputs.put(EngineDeadError())
+
+
+def _children(cores: list[Any]) -> list[Any]:
+    """The processes that engine cores have started: a worker for each rank."""
+    import psutil  # comes with vLLM
+
+    return [child for core in cores for child in psutil.Process(core.pid).children(recursive=True)]
+
+
+def _kill(workers: list[Any]) -> None:
+    """Kill what has outlived its engine core."""
+    import psutil
+
+    for worker in workers:
+        if worker.is_running():
+            worker.kill()
+    psutil.wait_procs(workers, timeout=PATIENCE)
+
+
+def _keep_shared_groups(client: Any, core: Any) -> None:
+    """Make an engine in this process end without taking vLLM's parallel groups from others.
+
+    The groups belong to the process and serve all engines in it, but vLLM's own end of an engine
+    destroys them, also when the engine is dropped without being closed.
+    """
+    itself = weakref.ref(core)
+    core.shutdown = lambda: _shut_down(itself())
+    client._finalizer.detach()
+    client._finalizer = weakref.finalize(client, _shut_down, core)
+
+
+def _shut_down(core: Any) -> None:
+    if _alone(core):
+        type(core).shutdown(core)
+    else:  # the same but for the groups
+        core.structured_output_manager.clear_backend()
+        core.model_executor.shutdown()
+        core.scheduler.shutdown()
+    core.model_executor = None
+
+
+def _alone(core: Any) -> bool:
+    """Whether no other engine, midstream's or not, is alive in this process."""
+    from vllm.v1.engine.core import EngineCore
+
+    gc.unfreeze()  # vLLM freezes what an engine has made, and frozen objects are not listed
+    gc.collect()
+    cores = (found for found in gc.get_objects() if issubclass(type(found), EngineCore))
+    return all(found is core or not found.model_executor for found in cores)

@@ -1,0 +1,169 @@
+"""Engines in processes of their own, as they are by default: how requests and engines end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.modeling.vllm.scripts.reporting import engine_processes
+from tests.modeling.vllm.scripts.running import Program, gone, kill
+from tests.support.checkpoints import EOS
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@pytest.fixture(scope="module")
+def unguarded() -> Iterator[Program]:
+    """A script that forgets its guard."""
+    program = Program(SCRIPTS / "unguarded.py")
+    yield program
+    program.end()
+
+
+@pytest.fixture(scope="module")
+def served(
+    tmp_path_factory: pytest.TempPathFactory,
+    unguarded: Program,  # runs beside it, which saves time
+) -> Iterator[Program]:
+    """A program that takes one model through everything, in the order of the tests below."""
+    program = Program(SCRIPTS / "serving.py", tmp_path_factory.mktemp("serving"))
+    yield program
+    program.end()
+
+
+def test_failed_build(served: Program) -> None:
+    """What fails in an engine process is the caller's error, in full, and leaves no process."""
+    facts = served.facts("failed_build")
+    assert "SafetensorError: " in facts["text"].splitlines()[0]
+    assert facts["seconds"] < 90
+    after = served.facts("after_failed_build")
+    assert after["processes"] == []
+    assert after["dispatched"] is False
+
+
+def test_length(served: Program) -> None:
+    """A request that ends by length brings its saves home."""
+    facts = served.facts("length")
+    assert facts["shape"] == [5, 128]
+    assert (facts["reason"], len(facts["tokens"])) == ("length", 3)
+
+
+def test_eos(served: Program) -> None:
+    """A request that ends by the end-of-sequence token brings its saves home."""
+    facts = served.facts("eos")
+    assert facts["shape"] == [1, 128]
+    assert (facts["reason"], facts["tokens"]) == ("stop", [EOS])
+
+
+def test_stop_string(served: Program) -> None:
+    """A stop string ends a request in the client; the saves come home all the same."""
+    facts = served.facts("stop")
+    assert facts["shape"] == [1, 128]
+    assert (facts["reason"], facts["stop_reason"]) == ("stop", "t77")
+
+
+def test_abort(served: Program) -> None:
+    """An aborted request brings its saves home and has no result, in bounded time."""
+    facts = served.facts("abort")
+    assert facts["shape"] == [5, 128]
+    assert facts["result"] is None
+
+
+def test_abort_at_once(served: Program) -> None:
+    """A request aborted as soon as it is sent ends its trace."""
+    facts = served.facts("abort_at_once")
+    assert (facts["result"], facts["live"]) == (None, 0)
+
+
+def test_two_threads(served: Program) -> None:
+    """Traces of two threads wait for each other, and both are right."""
+    facts = served.facts("two_threads")
+    assert facts["found"] == facts["expected"]
+    assert [len(tokens) for tokens in facts["found"]] == [12, 3] * 3
+
+
+def test_prompt_over_the_budget(served: Program) -> None:
+    """A prompt that does not fit a step is refused, naming both numbers and the argument."""
+    assert "max_num_batched_tokens=" in served.facts("too_long")["text"]
+
+
+def test_interrupt(served: Program) -> None:
+    """A terminal's Ctrl-C reaches the caller, ends the request, and leaves the engine right."""
+    facts = served.facts("interrupt")
+    assert facts["raised"] == "KeyboardInterrupt"
+    assert facts["live"] == 0
+    assert facts["right_after"]
+    assert facts["same_processes"]
+
+
+@pytest.mark.parametrize("what", ["exit", "core_killed"])
+def test_death(served: Program, what: str) -> None:
+    """A dead engine, by its worker or its core, is an error in bounded time; the next is built."""
+    facts = served.facts(what)
+    assert facts["is_runtime_error"]
+    assert "serving.py, line " in facts["text"]  # names the block that ran
+    assert facts["cause"] == "vllm.v1.engine.exceptions.EngineDeadError"
+    assert facts["seconds"] < 40
+    assert facts["dispatched"] is False
+    assert facts["left"] == []
+    assert served.facts(f"after_{what}")["right_after"]
+
+
+def test_client_killed(served: Program) -> None:
+    """Ten seconds after its client was killed, nothing of an engine is left."""
+    facts = served.facts("generating")
+    assert len(facts["processes"]) == 2
+    assert Path(facts["segment"]).exists()
+    kill(served.process.pid)
+    assert gone(facts["processes"], seconds=10)
+    assert not Path(facts["segment"]).exists()
+
+
+def test_client_of_a_fork_killed() -> None:
+    """An engine process that vLLM forks, as it does on a GPU, follows its client as well."""
+    program = Program(SCRIPTS / "forking.py")
+    try:
+        pids = program.facts("forked")["processes"]
+        assert len(pids) == 1
+        assert not gone(pids, seconds=2)
+        kill(program.process.pid)
+        assert gone(pids, seconds=10)
+    finally:
+        program.end()
+
+
+def test_client_killed_while_building() -> None:
+    """Ten seconds after its client was killed, nothing of an engine being built is left."""
+    program = Program(SCRIPTS / "building.py")
+    try:
+        program.facts("begins")
+        pids = started(program, within=30)
+        kill(program.process.pid)
+        assert gone(pids, seconds=5)  # long before it would have built anything
+        assert "built" not in program.seen
+    finally:
+        program.end()
+
+
+def started(program: Program, within: float) -> list[int]:
+    """The first process of its engine, as soon as there is one."""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if found := engine_processes(program.process.pid):
+            return [process.pid for process in found]
+        time.sleep(0.05)
+    pytest.fail(f"No engine process in {within} s.\n{program.tail()}")
+
+
+def test_script_without_a_guard(unguarded: Program) -> None:
+    """Where vLLM starts its processes afresh, a script without a guard is told to have one."""
+    facts = unguarded.facts("refused")
+    assert "if __name__ == '__main__'" in facts["text"]
+    assert facts["processes"] == []
+    assert facts["after"] < 60
+    assert unguarded.wait(30) == 1
+    runs = [name for name in unguarded.seen if name.startswith("run_")]
+    assert len(runs) == 2  # the script and the engine core's process; no fork bomb
