@@ -111,6 +111,16 @@ def _checked(given: Any, ours: str, name: str) -> bool:
     )
 
 
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Check what a trace or an invoke is given beside its prompt.
+
+    Raises:
+        TypeError: an unknown keyword, or both spellings of one.
+        ValueError: vLLM's own, for a value out of range.
+    """
+    sampling({name: value for name, value in settings.items() if name != "lora_request"})
+
+
 def sampling(settings: Mapping[str, Any]) -> Any:
     """VLLM's sampling parameters from keywords; `max_new_tokens` stands for `max_tokens`.
 

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 
 from midstream.errors import MidstreamError, UnsupportedError
@@ -23,6 +24,7 @@ from midstream.modeling.vllm.wire import (
     STOPPED_BEFORE_TOKEN,
     TOKENIZER,
     TRACER,
+    Payload,
 )
 from midstream.tracing import Block, Execution, user_traceback
 from midstream.tracing.shipping import loads
@@ -33,7 +35,7 @@ class Admitted:
 
     def __init__(self, request_id: str, payload: bytes, host: BlockHost):
         self.request_id = request_id
-        self._payload, self._host = payload, host
+        self._payload, self._host = msgspec.msgpack.decode(payload, type=Payload), host
         self._block: Block | None = None
         self._execution: Execution | None = None
         self.run = Run(self._execute, seed=zlib.crc32(payload))
@@ -41,9 +43,13 @@ class Admitted:
         self._steps = 0
 
     def _execute(self) -> None:
-        self._block = loads(self._payload, self._host.resolve)
-        self._execution = Execution(self._block, model=self._host.model, tracer=self._host.tracer)
-        self._execution.run()
+        self._block = loads(self._payload.block, self._host.resolve)
+        execution = Execution(self._block, model=self._host.model, tracer=self._host.tracer)
+        for name in self._payload.keep:
+            if name in execution.namespace:
+                execution.scope.mark(execution.namespace[name], name)
+        self._execution = execution
+        execution.run()
 
     def enters_step(self) -> bool:
         """Count a step of the request; whether the block has something to do in it."""
@@ -204,6 +210,17 @@ class BlockTracer:
     def all(self) -> Iterator[int]:
         """All steps from the one the block is in: ``for step in tracer.all()``."""
         return self.iter[:]
+
+    def invoke(self, *args: Any, **settings: Any) -> NoReturn:
+        """Refuse: a block runs beside one request.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "`tracer.invoke()` inside a block is not supported: the block runs beside its own "
+            "request. Open the trace without a prompt to give it several invokes."
+        )
 
     def stop(self) -> None:
         """End this request here. What the block saved comes back; the rest of it does not run.
