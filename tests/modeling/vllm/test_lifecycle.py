@@ -186,7 +186,7 @@ def test_dropping_one_of_two(llama: Any) -> None:
 
 
 def test_memory_comes_back(llama: Any) -> None:
-    """A closed engine leaves neither weights nor KV cache in this process."""
+    """A closed engine leaves neither weights nor KV cache, even where vLLM's object is kept."""
     model = VLLM(str(llama.repo), dispatch=True, **TINY)
     tokens(model)
     runner = engine_core(model).model_executor.driver_worker.worker.model_runner
@@ -195,10 +195,12 @@ def test_memory_comes_back(llama: Any) -> None:
     held = [weakref.ref(runner.model), *map(weakref.ref, runner.kv_caches)]
     del runner, cache
     full = psutil.Process().memory_info().rss
+    kept = model.vllm_entrypoint
     model.close()
     assert [reference() for reference in held] == [None] * len(held)
     freed = full - psutil.Process().memory_info().rss
     assert freed > 0.75 * TINY["kv_cache_memory_bytes"]
+    assert kept.llm_engine is not None
 
 
 def engine_core(model: Any) -> Any:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from midstream.errors import EngineDeadError, MidstreamError, UnsupportedError
 from midstream.modeling.vllm import bootstrap
 from midstream.modeling.vllm.building import build
@@ -183,4 +185,6 @@ class Engine:
         self._ending(llm.llm_engine.engine_core, 1.0 if self.broken else PATIENCE)
         del llm
         gc.collect()
+        if torch.cuda.is_initialized():  # never by midstream, but by an engine in this process
+            torch.cuda.empty_cache()
         discard(self._owner)
