@@ -19,7 +19,8 @@
     └── UnsupportedError                  also NotImplementedError: refused, with what to do instead
 
     MidstreamWarning (UserWarning)        everything midstream warns about
-    └── UnboundSaveWarning                a save whose value has no name to come back under
+    ├── UnboundSaveWarning                a save whose value has no name to come back under
+    └── StepsCutShortWarning              a loop asked for more steps than the request ran
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ __all__ = [
     "OutOfOrderError",
     "PromptError",
     "SourceChangedError",
+    "StepsCutShortWarning",
     "TransportError",
     "UnboundSaveWarning",
     "UnsupportedError",
@@ -115,3 +117,7 @@ class MidstreamWarning(UserWarning):
 
 class UnboundSaveWarning(MidstreamWarning):
     """A saved value is bound to no name, so it cannot come back."""
+
+
+class StepsCutShortWarning(MidstreamWarning):
+    """A loop over steps asked for more than the request ran."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,6 +146,27 @@ def test_a_block_that_allocates_and_synchronises_leaves_the_engine_alive(
         zeros = torch.zeros(5, device=model.logits.device)
         total = (zeros.sum().item() + 1).save()
     assert total == 1.0
+
+
+def test_the_client_does_not_initialise_cuda() -> None:
+    """A process that has built an engine and traced has not touched CUDA's driver itself."""
+    code = """
+import sys
+from midstream import VLLM
+from midstream.modeling.vllm.bootstrap import cuda_in_use
+with VLLM(sys.argv[1], dispatch=True, dtype="bfloat16", max_model_len=512,
+          gpu_memory_utilization=0.1, enforce_eager=True) as model:
+    model.trace([11, 12, 13], block=lambda model, tracer: {"logits": model.logits}, max_tokens=1)
+print("in use:", cuda_in_use())
+import torch
+torch.cuda.is_available()
+print("in use:", cuda_in_use())
+"""
+    path = folder("T-LLAMA")
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.splitlines()[-2:] == ["in use: False", "in use: True"]
 
 
 def test_an_error_in_a_block_ends_that_trace_only(served: tuple[Any, Oracle]) -> None:

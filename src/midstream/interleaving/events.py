@@ -52,23 +52,18 @@ class Event:
         self._replaced: set[int] = set()
         self._value = value
         self._check = check
+        self._axes: dict[int, int | None] = {}
 
     def axis(self, index: int) -> int | None:
         """The axis of a leaf that runs over the step's rows; None if it has none."""
-        leaf = self.leaves[index]
-        if not isinstance(leaf, torch.Tensor):
-            return None
-        if leaf.dim() >= 1 and leaf.shape[0] in self._sizes:
-            return 0
-        if leaf.dim() >= 2 and leaf.shape[0] == 1 and leaf.shape[1] in self._sizes:
-            return 1
-        return None
+        if index not in self._axes:
+            self._axes[index] = _row_axis(self.leaves[index], self._sizes)
+        return self._axes[index]
 
     def live(self, index: int, rows: Rows) -> Any:
         """A leaf's rows as the model holds them (tensors without a row axis: whole)."""
-        axis = self.axis(index)
         leaf = self.leaves[index]
-        return leaf if axis is None else leaf.narrow(axis, rows.start, rows.stop - rows.start)
+        return _cut(leaf, self.axis(index), rows.start, rows.stop)
 
     def copy(self, index: int, rows: Rows) -> Any:
         """A private copy of a leaf's rows, outside inference mode so that edits are counted."""
@@ -81,10 +76,9 @@ class Event:
                 return leaf.clone()
         if index not in self._copies:
             with _counting_edits():
-                self._copies[index] = leaf.narrow(axis, self._low, self._high - self._low).clone()
-        if rows.start == self._low and rows.stop == self._high:
-            return self._copies[index]
-        return self._copies[index].narrow(axis, rows.start - self._low, rows.stop - rows.start)
+                self._copies[index] = _cut(leaf, axis, self._low, self._high).clone()
+        copy = self._copies[index]
+        return _cut(copy, axis, rows.start - self._low, rows.stop - self._low)
 
     def put(self, index: int, rows: Rows, value: torch.Tensor, *, replace: bool) -> None:
         """Write a leaf's rows into what the model goes on with.
@@ -249,6 +243,24 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b) or torch.equal(
         a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
     )
+
+
+def _row_axis(leaf: Any, sizes: Sequence[int]) -> int | None:
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    shape = leaf.shape
+    if shape and shape[0] in sizes:
+        return 0
+    if len(shape) >= 2 and shape[0] == 1 and shape[1] in sizes:
+        return 1
+    return None
+
+
+def _cut(leaf: Any, axis: int | None, start: int, stop: int) -> Any:
+    """Rows of a tensor; the tensor itself where those are all it has."""
+    if axis is None or (start == 0 and stop == leaf.shape[axis]):
+        return leaf
+    return leaf.narrow(axis, start, stop - start)
 
 
 def _version(leaf: Any) -> int:

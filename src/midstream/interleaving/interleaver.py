@@ -17,7 +17,7 @@ import torch
 
 from midstream.errors import OutOfOrderError
 from midstream.interleaving.events import Event, Rows
-from midstream.interleaving.locations import ENGINE_ORDER, Location
+from midstream.interleaving.locations import ENGINE_ORDER, SAMPLES, Location
 from midstream.interleaving.run import EXCHANGE, Run
 
 
@@ -50,7 +50,7 @@ class Interleaver:
         self.in_step = True
         for run in runs:
             run.interleaver = self
-            if not run.started:
+            if not run.started or run.awaited is not None:
                 self._turn(run)
 
     @contextmanager
@@ -88,6 +88,11 @@ class Interleaver:
                         "The block asked for it, and the step ended without it."
                     )
                 )
+
+    @property
+    def has_sampled(self) -> bool:
+        """Whether the step's tokens have been drawn."""
+        return self.in_step and self._position >= ENGINE_ORDER[SAMPLES]
 
     def hand_over(
         self,

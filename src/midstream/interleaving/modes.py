@@ -8,7 +8,7 @@ would leave the engine's forward with gradients on, and the engine's modes would
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import _pop_mode as _pop_function_mode
@@ -16,28 +16,53 @@ from torch.overrides import _push_mode as _push_function_mode
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
-# what `torch.inference_mode` and `torch.set_grad_enabled` call, without their Python wrappers:
-# every visit of every block passes here
+# What the public functions call, without their Python wrappers: every visit of every block passes
+# here, with the processor's caches full of the model's work.
 _InferenceMode: Any = torch._C._InferenceMode
 _set_grad = torch._C._set_grad_enabled
+_is_inference, _is_grad = torch.is_inference_mode_enabled, torch.is_grad_enabled
+_is_autocast, _default_dtype = torch.is_autocast_enabled, torch.get_default_dtype
+_functions: Any = torch._C._len_torch_function_stack
+_dispatches: Any = torch._C._len_torch_dispatch_stack
 
 _CUDA = torch.backends.cuda.is_built()
 
 
-def _flags() -> tuple[Any, ...]:
+def _stream() -> Any:
+    """The current CUDA stream as (id, device index, device type); None without CUDA."""
+    if not (_CUDA and torch.cuda.is_initialized()):
+        return None
+    return torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())
+
+
+class _Flags(NamedTuple):
     """Everything a block may leave changed, cheap enough for every visit."""
-    return (
-        torch.is_inference_mode_enabled(),
-        torch.is_grad_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_enabled("cuda"),
-        torch.get_autocast_dtype("cuda"),
-        torch.get_default_dtype(),
-        torch._C._len_torch_function_stack(),
-        torch._C._len_torch_dispatch_stack(),
-        torch.cuda.current_stream() if _CUDA and torch.cuda.is_initialized() else None,
+
+    inference: bool
+    grad: bool
+    autocast_cpu: bool
+    autocast_cuda: bool
+    dtype: torch.dtype
+    functions: int
+    dispatches: int
+    stream: Any
+
+
+def _flags() -> _Flags:
+    return _Flags(
+        _is_inference(),
+        _is_grad(),
+        _is_autocast("cpu"),
+        _is_autocast("cuda"),
+        _default_dtype(),
+        _functions(),
+        _dispatches(),
+        _stream(),
     )
+
+
+def _autocast_dtypes() -> tuple[torch.dtype, torch.dtype]:
+    return torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
 
 
 class BlockModes:
@@ -48,7 +73,8 @@ class BlockModes:
     """
 
     def __init__(self) -> None:
-        self._left: tuple[Any, ...] | None = None
+        self._left: _Flags | None = None
+        self._dtypes = _autocast_dtypes()
         self._function_modes: list[Any] = []
         self._dispatch_modes: list[Any] = []
         self._guards: list[AbstractContextManager[Any]] = []
@@ -79,32 +105,37 @@ class BlockModes:
             _push_dispatch_mode(mode)
         for mode in self._function_modes:
             _push_function_mode(mode)
+        self._trade_dtypes()
         _apply(left)
 
-    def _restore_engine(self, left: tuple[Any, ...]) -> None:
+    def _restore_engine(self, left: _Flags) -> None:
         """Take the block's modes off the thread, keeping them for its next turn."""
         self._left, entry = left, self._entry
-        self._function_modes = [_pop_function_mode() for _ in range(max(0, left[7] - entry[7]))][
-            ::-1
-        ]
-        self._dispatch_modes = [_pop_dispatch_mode() for _ in range(max(0, left[8] - entry[8]))][
-            ::-1
-        ]
-        if left[0] != entry[0]:
+        added = max(0, left.functions - entry.functions)
+        self._function_modes = [_pop_function_mode() for _ in range(added)][::-1]
+        added = max(0, left.dispatches - entry.dispatches)
+        self._dispatch_modes = [_pop_dispatch_mode() for _ in range(added)][::-1]
+        if left.inference != entry.inference:
             # inference mode has no setter: a guard on top undoes it, leaving the guard redoes it
-            guard = torch.inference_mode(entry[0])
+            guard = torch.inference_mode(entry.inference)
             guard.__enter__()
             self._guards.append(guard)
+        self._trade_dtypes()
         _apply(entry)
 
+    def _trade_dtypes(self) -> None:
+        """Exchange autocast's dtypes, which count only where autocast is on."""
+        mine, self._dtypes = self._dtypes, _autocast_dtypes()
+        torch.set_autocast_dtype("cpu", mine[0])
+        torch.set_autocast_dtype("cuda", mine[1])
 
-def _apply(flags: tuple[Any, ...]) -> None:
+
+def _apply(flags: _Flags) -> None:
     """Set those modes that have a setter."""
-    torch.set_grad_enabled(flags[1])
-    torch.set_autocast_enabled("cpu", flags[2])
-    torch.set_autocast_dtype("cpu", flags[3])
-    torch.set_autocast_enabled("cuda", flags[4])
-    torch.set_autocast_dtype("cuda", flags[5])
-    torch.set_default_dtype(flags[6])
-    if flags[9] is not None:
-        torch.cuda.set_stream(flags[9])
+    torch.set_grad_enabled(flags.grad)
+    torch.set_autocast_enabled("cpu", flags.autocast_cpu)
+    torch.set_autocast_enabled("cuda", flags.autocast_cuda)
+    torch.set_default_dtype(flags.dtype)
+    if flags.stream is not None:
+        identity, index, kind = flags.stream
+        torch._C._cuda_setStream(stream_id=identity, device_index=index, device_type=kind)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import greenlet
 
-from midstream.errors import NotInTraceError
+from midstream.errors import NotInTraceError, OutOfOrderError
 from midstream.interleaving.generators import Exchange, Generators
 from midstream.interleaving.locations import Location
 from midstream.interleaving.modes import BlockModes
@@ -55,12 +55,38 @@ class Mark(NamedTuple):
     line: int
 
 
+class Notice(NamedTuple):
+    """A warning on its way to the caller's process."""
+
+    message: str
+    category: type[Warning]
+    file: str
+    line: int
+
+
+class StopTrace(BaseException):
+    """Unwinds a block that ends its request; no `except Exception` of the user's holds it up.
+
+    Args:
+        keeps_token: whether the step's token belongs to the request.
+    """
+
+    def __init__(self, *, keeps_token: bool):
+        super().__init__()
+        self.keeps_token = keeps_token
+
+
 class Run:
     """One block's execution. It is switched into by the forward thread, never by another.
 
     Attributes:
         visit: step of the request the block is in, counted from 0 (the prefill).
         wanted: the location the block waits for; None while it executes or when it is done.
+        awaited: the step the block waits for, if it does.
+        closed: whether the request has ended, so that no further step comes.
+        stopped: whether the block has asked for the request's end, and with it whether the step's
+            token is to be kept.
+        warnings: what is to be warned about in the caller's process.
         error: what the block raised, if it did.
         marks: where in the user's code the last value was asked for, for error texts.
     """
@@ -77,6 +103,10 @@ class Run:
         self.wanted: Location | None = None
         self.served: dict[Location, Served] = {}
         self.error: BaseException | None = None
+        self.awaited: int | None = None
+        self.closed = False
+        self.stopped: StopTrace | None = None
+        self.warnings: list[Notice] = []
         self._abandoned = False
         self.marks: Mark | None = None
 
@@ -142,10 +172,54 @@ class Run:
             self._target()
         except greenlet.GreenletExit:
             pass
+        except StopTrace as stop:
+            self.stopped = stop
         except BaseException as error:  # noqa: BLE001  # a block may raise anything, and the engine lives on
             self.error = error
 
+    def close(self) -> None:
+        """Tell the block that its request has ended: loops over steps end, and the rest runs."""
+        self.closed = True
+        if self.awaited is not None:
+            self.resume()
+        self.kill()
+
     # Called from inside the block's greenlet.
+
+    def enter(self, step: int) -> bool:
+        """Wait for a step of the request to begin.
+
+        Returns:
+            Whether it has; False once the request has ended.
+
+        Raises:
+            OutOfOrderError: the step has passed.
+        """
+        if self.closed:
+            return False
+        if step < self.visit:
+            raise OutOfOrderError(
+                f"Step {step} has passed: the block is in step {self.visit} of its request."
+            )
+        if step > self.visit:
+            self.awaited = step
+            self._park()
+            self.awaited = None
+        return not self.closed
+
+    def warn(self, message: str, category: type[Warning]) -> None:
+        """Warn in the caller's process, with the user's line."""
+        self.warnings.append(Notice(message, category, *_line_of_block()))
+
+    def stop(self) -> NoReturn:
+        """End the request here: the block is unwound, and what it saved comes back."""
+        interleaver = self.interleaver
+        raise StopTrace(keeps_token=interleaver is not None and interleaver.has_sampled)
+
+    def _park(self) -> None:
+        parent = self._greenlet.parent
+        assert parent is not None
+        parent.switch()
 
     def at(self, location: Location) -> Served:
         """What is served at a location, waiting for the forward to reach it.
@@ -164,9 +238,7 @@ class Run:
             raise NotInTraceError(f"{location.label(self.visit)} was asked for outside a forward.")
         self.interleaver.check(self, location)
         self.wanted = location
-        parent = self._greenlet.parent
-        assert parent is not None
-        parent.switch()
+        self._park()
         self.marks = Mark(location, file, line)
         return self.served[location]
 

@@ -80,14 +80,20 @@ class Neighbour:
         self._engine.add_request("neighbour", {"prompt_token_ids": list(ids)}, params)
 
     def tokens(self) -> list[int]:
-        """Step the engine until the request is done and return its tokens."""
-        finished: list[int] | None = None
-        while finished is None:
-            for output in self._engine.step():
-                if output.request_id == "neighbour" and output.finished:
-                    finished = list(output.outputs[0].token_ids)
+        """Step the engine until the request is done and return its tokens.
+
+        It has to outlast the trace, which steps the engine for its own request only.
+        """
+        finished: list[list[int]] = []
+        while self._engine.has_unfinished_requests():
+            finished += [
+                list(output.outputs[0].token_ids)
+                for output in self._engine.step()
+                if output.request_id == "neighbour" and output.finished
+            ]
         self._hook.remove()
-        return finished
+        (tokens,) = finished
+        return tokens
 
 
 def model_of(model: Any) -> Any:

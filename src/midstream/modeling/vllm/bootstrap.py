@@ -5,6 +5,7 @@ Nothing here imports vLLM: on a CPU the environment decides what vLLM becomes at
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ SUPPORTED = "0.32"
 
 _BOOTSTRAP = Path(__file__).parent / "_bootstrap"
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+_START = "VLLM_WORKER_MULTIPROC_METHOD"
 _PATIENCE = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
 
 
@@ -131,4 +133,19 @@ def process_variables(vllm: Installed) -> dict[str, str]:
     if vllm.cpu:
         path = os.environ.get("PYTHONPATH", "")
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_BOOTSTRAP), path]))
+    elif _START not in os.environ and cuda_in_use():
+        variables[_START] = "spawn"
     return variables
+
+
+def cuda_in_use() -> bool:
+    """Whether this process has initialised CUDA's driver; asking does not initialise it.
+
+    A forked child cannot use the driver then. vLLM looks for PyTorch's own initialisation only, and
+    counting devices (`torch.cuda.is_available()`) initialises the driver too.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0)

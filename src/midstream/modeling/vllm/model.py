@@ -21,6 +21,8 @@ from midstream.modeling.vllm.tracer import Tracer
 from midstream.modeling.vllm.wire import MODEL, NODE, TOKENIZER, TRACER
 from midstream.tracing import Block
 
+_SPECIAL = 8  # tokens that a tokenizer may put around a text; the text has at most one a byte
+
 
 class VLLM(EngineModel):
     """A language model served by vLLM, whose forward passes can be read and edited.
@@ -134,7 +136,7 @@ class VLLM(EngineModel):
     def trace(
         self,
         prompt: Any,
-        *,
+        *more: Any,
         block: Callable[..., Any] | None = None,
         run: bool = True,
         **settings: Any,
@@ -143,6 +145,7 @@ class VLLM(EngineModel):
 
         Args:
             prompt: text, token ids, a tokenizer's output, chat messages, or vLLM's prompt mapping.
+            more: nothing; several prompts take a loop.
             block: a function ``block(model, tracer)`` to run in place of a `with` body.
             run: False captures only, for ``tracer.to_bytes()``; no engine is needed.
             settings: vLLM's sampling settings (`temperature`, `max_tokens` or `max_new_tokens`,
@@ -157,7 +160,7 @@ class VLLM(EngineModel):
             InterventionError: the block failed (at the end of the `with`).
         """
         args.sampling({k: v for k, v in settings.items() if k != "lora_request"})
-        tracer = Tracer(self, prompts.single(prompt, self.tokenizer), settings, run=run)
+        tracer = Tracer(self, prompts.single(prompt, self.tokenizer, more), settings, run=run)
         if block is not None:
             tracer._take(Block(function=block))
         return tracer
@@ -203,7 +206,8 @@ class VLLM(EngineModel):
         """Refuse a prompt that does not fit one step: a block has to see it whole."""
         assert self._engine is not None
         budget, ids = self._engine.budget, prompt.get("prompt_token_ids")
-        if ids is None and len(text := prompt.get("prompt") or "") > budget and self.tokenizer:
+        text = prompt.get("prompt") or ""
+        if ids is None and len(text.encode()) > budget - _SPECIAL and self.tokenizer:
             ids = self.tokenizer(text)["input_ids"]
         if ids is not None and len(ids) > budget:
             raise PromptError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from midstream.errors import PromptError, UnsupportedError
@@ -18,7 +19,7 @@ _LOOP = (
 )
 
 
-def single(prompt: Any, tokenizer: Any) -> dict[str, Any]:
+def single(prompt: Any, tokenizer: Any, more: Sequence[Any] = ()) -> dict[str, Any]:
     """One prompt in vLLM's form.
 
     Args:
@@ -26,11 +27,14 @@ def single(prompt: Any, tokenizer: Any) -> dict[str, Any]:
             out); chat messages (role/content mappings, through the chat template); or vLLM's own
             prompt dictionary.
         tokenizer: the checkpoint's, for chat messages; None where the engine has none.
+        more: prompts beside the first one.
 
     Raises:
         PromptError: no prompt, an empty one, or several.
         UnsupportedError: images, video or audio.
     """
+    if more:
+        raise PromptError(f"Got {1 + len(more)} prompts. {_LOOP}")
     if isinstance(prompt, str):
         return {"prompt": _filled(prompt)}
     if isinstance(prompt, Mapping):
@@ -57,9 +61,10 @@ def _ids(ids: list[Any]) -> list[int]:
     if len(ids) == 1 and isinstance(ids[0], list | tuple):
         ids = list(ids[0])
     _filled(ids)
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise PromptError(f"Got a list of {type(ids[0]).__name__} as one prompt. {_LOOP}")
-    return ids
+    for item in ids:
+        if not isinstance(item, Integral) or isinstance(item, bool):
+            raise PromptError(f"Got a list of {type(item).__name__} as one prompt. {_LOOP}")
+    return [int(item) for item in ids]
 
 
 def _mapping(prompt: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from midstream.errors import CaptureError, EngineDeadError, InterventionError
+from midstream.errors import CaptureError, EngineDeadError, InterventionError, NotInTraceError
 from midstream.modeling.vllm.data import write
 from midstream.modeling.vllm.payloads import BlockError
 from midstream.tracing import Block, Capture, bind, forget_skip
@@ -93,7 +93,22 @@ class Tracer:
         self.result = outcome.output
         if outcome.record is not None:
             self.saves = outcome.record.saves
+            for warning in outcome.record.warnings:
+                warning.emit()
         _raise(outcome)
+
+    @property
+    def iter(self) -> NoReturn:
+        """The request's steps, inside the block: ``for step in tracer.iter[:3]``."""
+        raise NotInTraceError("`tracer.iter` exists only inside the block.")
+
+    def all(self) -> NoReturn:
+        """All steps of the request, inside the block: ``for step in tracer.all()``."""
+        raise NotInTraceError("`tracer.all()` exists only inside the block.")
+
+    def stop(self) -> NoReturn:
+        """End the request, inside the block."""
+        raise NotInTraceError("`tracer.stop()` exists only inside the block.")
 
     def to_bytes(self) -> bytes:
         """The captured trace as bytes, for ``VLLM.run`` in another process. Needs no engine.

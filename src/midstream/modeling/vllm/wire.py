@@ -6,5 +6,11 @@ KEY = "midstream"
 RECORDS = "midstream-records"
 """Request id of the one extra output a step carries when blocks have closed in it."""
 
+FAILED, STOPPED, STOPPED_BEFORE_TOKEN = "failed", "stopped", "stopped-before-token"
+"""How a block ended its request; before its token was drawn, the step's token is dropped."""
+
+STOP_REASON = "tracer.stop"
+"""Stop reason of a request that its block ended."""
+
 MODEL, TRACER, TOKENIZER, NODE = "model", "tracer", "tokenizer", "node"
 """References by which a block names the model's own objects; `node:<path>` is a module."""

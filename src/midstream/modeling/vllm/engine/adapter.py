@@ -114,7 +114,7 @@ class BlockRunner:
             scheduler_output, dummy_run
         )
         if not dummy_run:
-            self._active = self.blocks.active(scheduler_output.num_scheduled_tokens)
+            self._active = self.blocks.active(_drawing(gathered[0]))
         if self._active:
             self.model.forward = self._with_blocks(self.model.forward)
         return gathered
@@ -135,6 +135,8 @@ class BlockRunner:
             if run is None:
                 continue
             self._rows[run] = Rows(int(starts[index]), int(starts[index + 1]))
+            if run.visit:  # after a preemption earlier tokens are run again, for nobody to see
+                self._rows[run] = Rows(self._rows[run].stop - 1, self._rows[run].stop)
             seen = int(batch.num_computed_tokens_np[index])
             whole = int(batch.prefill_len_np[index])
             if not run.started and (seen or self._rows[run].stop - self._rows[run].start < whole):
@@ -230,9 +232,16 @@ class BlockRunner:
     def _attach(self, output: Any) -> None:
         closed, self._closed = self._closed, []
         records = pack(closed, owner=self.client) if closed else b""
-        failed = self.blocks.failed()
-        if records or failed:
-            setattr(output, KEY, (records, failed))
+        ended = self.blocks.ended()
+        if records or ended:
+            setattr(output, KEY, (records, ended))
+
+
+def _drawing(batch: Any) -> list[str]:
+    """Requests whose token the step draws: their prompt ends in it, or they are past it."""
+    reached = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
+    ends = zip(batch.req_ids, reached, batch.prefill_len_np, strict=True)
+    return [request_id for request_id, seen, whole in ends if seen >= whole]
 
 
 def _split(whole: int, seen: int, rows: Rows) -> MidstreamError:

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 
 from midstream.errors import MidstreamError, UnsupportedError
 from midstream.interleaving.interleaver import Interleaver
-from midstream.interleaving.run import Run
+from midstream.interleaving.run import Notice, Run, current_run
+from midstream.interleaving.steps import Steps
 from midstream.modeling.vllm.locations import EngineModel
-from midstream.modeling.vllm.payloads import BlockError, Record
-from midstream.modeling.vllm.wire import KEY, MODEL, NODE, TOKENIZER, TRACER
+from midstream.modeling.vllm.payloads import BlockError, BlockWarning, Record
+from midstream.modeling.vllm.wire import (
+    FAILED,
+    KEY,
+    MODEL,
+    NODE,
+    STOPPED,
+    STOPPED_BEFORE_TOKEN,
+    TOKENIZER,
+    TRACER,
+)
 from midstream.tracing import Block, Execution, user_traceback
 from midstream.tracing.shipping import loads
 
@@ -28,18 +38,32 @@ class Admitted:
         self._execution: Execution | None = None
         self.run = Run(self._execute, seed=zlib.crc32(payload))
         self.reported = False
+        self._steps = 0
 
     def _execute(self) -> None:
         self._block = loads(self._payload, self._host.resolve)
         self._execution = Execution(self._block, model=self._host.model, tracer=self._host.tracer)
         self._execution.run()
 
+    def enters_step(self) -> bool:
+        """Count a step of the request; whether the block has something to do in it."""
+        self.run.visit, self._steps = self._steps, self._steps + 1
+        if self.run.done:
+            return False
+        return not self.run.started or (
+            self.run.awaited is not None and self.run.awaited <= self.run.visit
+        )
+
     def record(self) -> Record:
         """What the request sends home when it closes."""
-        self.run.kill()
-        execution, error = self._execution, self.run.error
-        saves = execution.saves() if execution is not None else {}
-        return Record(self.request_id, saves=saves, error=self._error(error))
+        self.run.close()
+        execution = self._execution
+        return Record(
+            self.request_id,
+            saves=execution.saves() if execution is not None else {},
+            error=self._error(self.run.error),
+            warnings=[_warning(notice) for notice in self.run.warnings],
+        )
 
     def _error(self, error: BaseException | None) -> BlockError | None:
         if error is None:
@@ -69,18 +93,25 @@ class BlockHost:
             self._admitted[request_id] = Admitted(request_id, payload, self)
 
     def active(self, request_ids: Iterable[str]) -> dict[str, Run]:
-        """Runs, by request, of those blocks that have not ended."""
+        """Runs, by request, of those blocks that have something to do in the step that begins.
+
+        Args:
+            request_ids: the requests of the step; called once for each step.
+        """
         if not self._admitted:
             return {}
         found = ((i, self._admitted.get(i)) for i in request_ids)
-        return {i: a.run for i, a in found if a is not None and not a.run.done}
+        return {i: a.run for i, a in found if a is not None and a.enters_step()}
 
-    def failed(self) -> list[str]:
-        """Requests whose block has failed since the last call."""
-        found = [a for a in self._admitted.values() if a.run.error is not None and not a.reported]
-        for admitted in found:
-            admitted.reported = True
-        return [admitted.request_id for admitted in found]
+    def ended(self) -> list[tuple[str, str]]:
+        """Requests that their block has ended since the last call, and how (see ``wire``)."""
+        found = []
+        for request_id, admitted in self._admitted.items():
+            how = _how_ended(admitted.run)
+            if how and not admitted.reported:
+                admitted.reported = True
+                found.append((request_id, how))
+        return found
 
     def close(self, request_ids: Iterable[str]) -> list[Record]:
         """End the blocks of finished requests.
@@ -118,6 +149,21 @@ class BlockHost:
         return node
 
 
+def _warning(notice: Notice) -> BlockWarning:
+    kind = notice.category
+    return BlockWarning(
+        kind.__module__, kind.__qualname__, notice.message, notice.file, notice.line
+    )
+
+
+def _how_ended(run: Run) -> str:
+    if run.error is not None:
+        return FAILED
+    if run.stopped is not None:
+        return STOPPED if run.stopped.keeps_token else STOPPED_BEFORE_TOKEN
+    return ""
+
+
 class BlockModel(EngineModel):
     """What `model` is inside a block.
 
@@ -149,6 +195,23 @@ class BlockModel(EngineModel):
 
 class BlockTracer:
     """What `tracer` is inside a block."""
+
+    @property
+    def iter(self) -> Steps:
+        """The request's steps: ``for step in tracer.iter[:3]``, see ``Steps``."""
+        return Steps(current_run("`tracer.iter`"))
+
+    def all(self) -> Iterator[int]:
+        """All steps from the one the block is in: ``for step in tracer.all()``."""
+        return self.iter[:]
+
+    def stop(self) -> None:
+        """End this request here. What the block saved comes back; the rest of it does not run.
+
+        The finish reason is "stop", the stop reason "tracer.stop", whatever `ignore_eos` and
+        `min_tokens` say. The step's token counts only if the block had reached `model.samples`.
+        """
+        current_run("`tracer.stop()`").stop()
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

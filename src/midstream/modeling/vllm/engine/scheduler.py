@@ -10,7 +10,13 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 from midstream.modeling.vllm.engine import process
-from midstream.modeling.vllm.wire import KEY, RECORDS
+from midstream.modeling.vllm.wire import (
+    FAILED,
+    KEY,
+    RECORDS,
+    STOP_REASON,
+    STOPPED_BEFORE_TOKEN,
+)
 
 process.report_build_failures()
 process.enter()  # a started process imports this as it reads vLLM's configuration
@@ -32,41 +38,49 @@ class BlockSchedulerMixin:
             self._traced.add(request.request_id)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Update the requests, end those whose block failed, and send records on."""
+        """Update the requests, end those whose block did, and send records on."""
+        records, ended = getattr(model_runner_output, KEY, (b"", []))
+        dropped = [request for request, how in ended if how == STOPPED_BEFORE_TOKEN]
+        scores = {request: _drop_token(model_runner_output, request) for request in dropped}
         outputs = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
-        records, failed = getattr(model_runner_output, KEY, (b"", []))
+        for request, how in ended:
+            self._end(request, how, scores.get(request), outputs)
         closed = sorted(self._traced.intersection(scheduler_output.finished_req_ids))
         self._traced.difference_update(closed)
-        if failed:
-            self._end(failed, outputs)
         if records or closed:
-            _send(
-                outputs,
-                0,
-                EngineCoreOutput(
-                    RECORDS,
-                    [],
-                    kv_transfer_params={
-                        "records": records,
-                        "closed": closed,
-                    },
-                ),
-            )
+            message = {"records": records, "closed": closed}
+            _send(outputs, 0, EngineCoreOutput(RECORDS, [], kv_transfer_params=message))
         return outputs
 
-    def _end(self, request_ids: list[str], outputs: dict[int, EngineCoreOutputs]) -> None:
-        for request in self.finish_requests(  # type: ignore[attr-defined]
-            request_ids, RequestStatus.FINISHED_ERROR
-        ):
-            _send(
-                outputs,
-                request.client_index,
-                EngineCoreOutput(
-                    request.request_id, [], finish_reason=request.get_finished_reason()
-                ),
+    def _end(
+        self, request_id: str, how: str, scores: Any, outputs: dict[int, EngineCoreOutputs]
+    ) -> None:
+        """Finish a request, unless it is finished already."""
+        status = RequestStatus.FINISHED_ERROR if how == FAILED else RequestStatus.FINISHED_STOPPED
+        for request in self.finish_requests([request_id], status):  # type: ignore[attr-defined]
+            output = EngineCoreOutput(
+                request_id,
+                [],
+                new_prompt_logprobs_tensors=scores,
+                finish_reason=request.get_finished_reason(),
+                stop_reason=None if how == FAILED else STOP_REASON,
             )
+            _send(outputs, request.client_index, output)
+
+
+def _drop_token(output: Any, request_id: str) -> Any:
+    """Take back the token a step drew for a request.
+
+    Returns:
+        The scores of its prompt, if it asked for them: without a token vLLM sends no output that
+        could carry them.
+    """
+    index = output.req_id_to_index.get(request_id)
+    if index is not None and output.sampled_token_ids:
+        output.sampled_token_ids[index] = []
+    return output.prompt_logprobs_dict.pop(request_id, None)
 
 
 def _send(outputs: dict[int, EngineCoreOutputs], client: int, output: EngineCoreOutput) -> None:

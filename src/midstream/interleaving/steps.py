@@ -1,0 +1,67 @@
+"""`tracer.iter`: a loop over the steps of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import TYPE_CHECKING
+
+from midstream.errors import StepsCutShortWarning
+
+if TYPE_CHECKING:
+    from midstream.interleaving.run import Run
+
+
+class Steps:
+    """The steps of a request, to loop over: step 0 runs the prompt, step k gives token k.
+
+    ``for step in tracer.iter[:3]`` runs its body in steps 0, 1 and 2; ``iter[a:b]``, ``iter[a:]``,
+    ``iter[k]`` and ``iter[[0, 4]]`` run it in those. A slice without a start begins with the step
+    the block is in. The loop ends when the request does; one that asked for more steps then warns.
+    """
+
+    def __init__(self, run: Run):
+        self._run = run
+
+    def __getitem__(self, which: int | slice | Sequence[int]) -> Iterator[int]:
+        steps, asked = self._chosen(which)
+        return self._loop(steps, asked)
+
+    def _chosen(self, which: int | slice | Sequence[int]) -> tuple[Iterator[int], int | None]:
+        """The steps' numbers, and how many they are where that is known.
+
+        Raises:
+            ValueError: a negative step.
+            TypeError: neither a number, a slice nor a list of numbers.
+        """
+        if isinstance(which, slice):
+            begin = self._run.visit if which.start is None else _number(which.start)
+            if which.stop is None:
+                return count(begin), None
+            end = _number(which.stop)
+            return iter(range(begin, end)), max(0, end - begin)
+        numbers = [which] if isinstance(which, int) else list(which)
+        return iter([_number(number) for number in numbers]), len(numbers)
+
+    def _loop(self, steps: Iterator[int], asked: int | None) -> Iterator[int]:
+        for ran, step in enumerate(steps):
+            if not self._run.enter(step):
+                if asked is not None:
+                    self._run.warn(_cut_short(asked, ran), StepsCutShortWarning)
+                return
+            yield step
+
+
+def _number(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"A step is a whole number; got {type(value).__name__}.")
+    if value < 0:
+        raise ValueError(f"A step cannot be negative; got {value}. Steps are counted from 0.")
+    return value
+
+
+def _cut_short(asked: int, ran: int) -> str:
+    return (
+        f"The loop asked for {asked} steps and the request ran {ran} of them. `ignore_eos=True` or "
+        "`min_tokens` and a large enough `max_tokens` hold a request to a number of steps."
+    )
