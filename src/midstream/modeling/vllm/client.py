@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import torch
 
 from midstream.errors import EngineDeadError, MidstreamError, UnsupportedError
 from midstream.modeling.vllm import bootstrap
@@ -206,4 +207,6 @@ class Engine:
         self._ending(llm.llm_engine.engine_core, 1.0 if self.broken else PATIENCE)
         del llm
         gc.collect()
+        if torch.cuda.is_initialized():  # never by midstream, but by an engine in this process
+            torch.cuda.empty_cache()
         discard(self._owner)

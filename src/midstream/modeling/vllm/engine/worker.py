@@ -22,6 +22,13 @@ class BlockWorkerMixin:
         process.enter()
         super().__init__(*args, **kwargs)
 
+    def shutdown(self) -> None:
+        """Let go of the model with vLLM's runner, so that its memory is free at once."""
+        held = vars(self.model_runner) if getattr(self, "model_runner", None) else {}
+        for name in ("blocks", "_kernels", "_active", "_rows"):
+            held.pop(name, None)
+        super().shutdown()  # type: ignore[misc]
+
     def midstream_live(self) -> int:
         """How many blocks this rank holds."""
         return len(self.model_runner.blocks)
