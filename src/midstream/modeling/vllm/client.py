@@ -92,7 +92,10 @@ class Engine:
 
     def _with_block(self, prompt: dict[str, Any], params: Any, block: bytes) -> Any:
         """Sampling parameters that carry the block and keep its KV cache to itself."""
+        from vllm.sampling_params import RequestOutputKind
+
         params = params.clone()
+        params.output_kind = RequestOutputKind.FINAL_ONLY  # as vLLM's own `generate` does
         params.extra_args = {**(params.extra_args or {}), KEY: block}
         params.skip_reading_prefix_cache = True
         salt = f"midstream-{os.urandom(8).hex()}"
