@@ -48,6 +48,7 @@ class VLLM(EngineModel):
             or the engine did not come up.
         UnsupportedError: an engine argument that blocks cannot work with.
         TypeError: an unknown engine argument.
+        ValueError: an unknown mode, or a `worker_cls` or `scheduler_cls` not derived from ours.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class VLLM(EngineModel):
         bootstrap.prepare_process(self._vllm)
         self._settings = engine
         _check_engine_arguments(engine)
+        args.check_classes(engine, cpu=self._vllm.cpu)
         with bootstrap.environment(bootstrap.runner_variables(self._vllm)):
             root, self._model_config = meta.build(self.repo, engine)
         super().__init__(root, rename)
@@ -238,4 +240,5 @@ def _check_engine_arguments(engine: Mapping[str, Any]) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
-    args.check_known(engine, known, "an argument of vLLM's engine")
+    ours = ("dispatch", "mode", "rename", "taps")
+    args.check_known(engine, known, "an argument of vLLM's engine", ours)
