@@ -36,6 +36,20 @@ class Node:
         return self._path
 
     @property
+    def aliases(self) -> tuple[str, ...]:
+        """Further names of submodules, as `rename` gave them."""
+        return tuple(self._aliases)
+
+    def _add_aliases(self, names: list[str], node: Node) -> None:
+        for name in names:
+            there = self._children.get(name) or self._aliases.get(name) or node
+            if there is not node or hasattr(type(self), name):
+                where = f"'{self._path}'" if self._path else "the model"
+                raise ValueError(f"rename: {where} already has something called '{name}'.")
+            if name not in self._children:
+                self._aliases[name] = node
+
+    @property
     def output(self) -> Any:
         """What the module returned in this step: this request's rows of every tensor in it.
 
@@ -162,12 +176,11 @@ class Node:
     def __repr__(self) -> str:
         if not self._children:
             return repr(self._module)
-        names = {id(node): alias for alias, node in self._aliases.items()}
         lines = [f"{type(self._module).__name__}("]
         for name, child in self._children.items():
-            shown = f"{name}, {names[id(child)]}" if id(child) in names else name
+            names = [name, *(alias for alias, node in self._aliases.items() if node is child)]
             body = repr(child).replace("\n", "\n  ")
-            lines.append(f"  ({shown}): {body}")
+            lines.append(f"  ({', '.join(names)}): {body}")
         return "\n".join([*lines, ")"])
 
 
@@ -186,7 +199,7 @@ class Tree:
             a name or a list of names.
 
     Raises:
-        ValueError: a renamed path does not exist.
+        ValueError: a renamed path does not exist, or a further name is taken.
     """
 
     def __init__(self, root: torch.nn.Module, rename: Mapping[str, str | list[str]] | None = None):
@@ -201,7 +214,9 @@ class Tree:
         if known is not None:
             return known
         node = self._by_module[id(module)] = self.nodes[path] = Node(module, path, self)
-        for name, child in module.named_children():
+        for name, child in module._modules.items():  # a child of two names has both
+            if child is None:
+                continue
             node._children[_mounted(name, path)] = self._build(child, f"{path}.{name}".strip("."))
         return node
 
@@ -217,9 +232,9 @@ class Tree:
                 f"rename: no module is called '{path}'. Print the model to see its paths."
             )
         for parent, node in found:
-            parent._aliases.update(dict.fromkeys(names, node))
+            parent._add_aliases(names, node)
         if "." in path:  # a full path is also reachable from the root
-            self.root._aliases.update(dict.fromkeys(names, found[0][1]))
+            self.root._add_aliases(names, found[0][1])
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:

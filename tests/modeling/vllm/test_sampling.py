@@ -49,7 +49,7 @@ def level(model: Any, tracer: Any) -> None:
 
 @pytest.mark.parametrize(("top_k", "drawn"), [(3, {20, 21, 22}), (0, {20, 21, 22, 23})])
 def test_top_k_draws_from_the_k_likeliest(llama: Any, top_k: int, drawn: set[int]) -> None:
-    """Many draws are of all of the k likeliest tokens, as a block has left them, and of no other."""
+    """Many draws are of all of the k likeliest tokens, as a block left them, and no other."""
     settings = {"temperature": 1.0, "max_tokens": 1, "top_k": top_k}
     results = [llama.trace(B, block=level, seed=seed, **settings).result for seed in range(24)]
     assert {result.outputs[0].token_ids[0] for result in results} == drawn

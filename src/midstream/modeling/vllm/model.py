@@ -18,7 +18,7 @@ from midstream.modeling.vllm.data import read
 from midstream.modeling.vllm.locations import EngineModel
 from midstream.modeling.vllm.tokenizers import tokenizer_of
 from midstream.modeling.vllm.tracer import Tracer
-from midstream.modeling.vllm.wire import MODEL, NODE, TOKENIZER, TRACER
+from midstream.modeling.vllm.wire import KEY, MODEL, NODE, TOKENIZER, TRACER
 from midstream.tracing import Block
 
 _SPECIAL = 8  # tokens that a tokenizer may put around a text; the text has at most one a byte
@@ -76,7 +76,7 @@ class VLLM(EngineModel):
             )
         self.taps: tuple[str, ...] = tuple(taps)
         bootstrap.prepare_process(self._vllm)
-        self._settings = engine
+        self._settings = _with_rename(engine, rename)
         _check_engine_arguments(engine)
         args.check_classes(engine, cpu=self._vllm.cpu)
         with bootstrap.environment(bootstrap.runner_variables(self._vllm)):
@@ -234,6 +234,14 @@ class VLLM(EngineModel):
 
     def __reduce__(self) -> Any:
         raise TypeError("A VLLM cannot be pickled. Inside its own trace it can be used by name.")
+
+
+def _with_rename(engine: Mapping[str, Any], rename: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Engine arguments that take the further names of modules to where blocks run."""
+    if not rename:
+        return dict(engine)
+    ours = {KEY: {"rename": dict(rename)}}
+    return {**engine, "additional_config": {**(engine.get("additional_config") or {}), **ours}}
 
 
 def _check_engine_arguments(engine: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """Names under which midstream's data rides in vLLM's own messages."""
 
 KEY = "midstream"
-"""A block in `SamplingParams.extra_args`; records in `ModelRunnerOutput` and `EngineCoreOutput`."""
+"""A block in `SamplingParams.extra_args`; records in `ModelRunnerOutput` and `EngineCoreOutput`;
+the modules' further names in the engine's `additional_config`."""
 
 RECORDS = "midstream-records"
 """Request id of the one extra output a step carries when blocks have closed in it."""

@@ -27,6 +27,8 @@ from midstream.modeling.vllm.wire import (
 from midstream.tracing import Block, Execution, user_traceback
 from midstream.tracing.shipping import loads
 
+Rename = Mapping[str, str | list[str]]
+
 
 class Admitted:
     """One request's block, from its first step to its close."""
@@ -78,10 +80,13 @@ class BlockHost:
     Args:
         root: the model vLLM loaded.
         tokenizer: gives the checkpoint's tokenizer, called when a block first uses it.
+        rename: further names for modules.
     """
 
-    def __init__(self, root: torch.nn.Module, tokenizer: Callable[[], Any]):
-        self.model = BlockModel(root, tokenizer)
+    def __init__(
+        self, root: torch.nn.Module, tokenizer: Callable[[], Any], rename: Rename | None = None
+    ):
+        self.model = BlockModel(root, tokenizer, rename)
         self.tracer = BlockTracer()
         self.interleaver = Interleaver(self.model.tree.modules)
         self._admitted: dict[str, Admitted] = {}
@@ -170,10 +175,11 @@ class BlockModel(EngineModel):
     Args:
         root: the model vLLM loaded.
         tokenizer: gives the checkpoint's tokenizer.
+        rename: further names for modules.
     """
 
-    def __init__(self, root: torch.nn.Module, tokenizer: Callable[[], Any]):
-        super().__init__(root)
+    def __init__(self, root: torch.nn.Module, tokenizer: Callable[[], Any], rename: Rename | None):
+        super().__init__(root, rename)
         self._load_tokenizer = tokenizer
 
     @property
