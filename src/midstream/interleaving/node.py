@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from midstream.errors import MidstreamWarning
+from midstream.errors import MidstreamWarning, UnsupportedError
 from midstream.interleaving.locations import Location
 from midstream.interleaving.run import current_run
 from midstream.interleaving.structure import flatten
@@ -89,8 +89,16 @@ class Node:
         """Run the module on the block's own values. Nothing in it is traced.
 
         Tensors are copied first: kernels that work in place must not change the block's values.
+
+        Raises:
+            UnsupportedError: the module cannot be run beside the forward pass.
         """
         run = self._tree.run(self, "a call")
+        if self._path in self._tree.uncallable:
+            raise UnsupportedError(
+                f"'{self._path or 'model'}' cannot be called in a block: "
+                f"{self._tree.uncallable[self._path]}."
+            )
         leaves, build = flatten((args, kwargs))
         args, kwargs = build([_argument(leaf) for leaf in leaves])
         assert run.interleaver is not None
@@ -200,11 +208,17 @@ class Tree:
 
     Raises:
         ValueError: a renamed path does not exist, or a further name is taken.
+
+    Attributes:
+        nodes: the nodes by path, each at its first one.
+        root: the node of the model itself.
+        uncallable: paths of modules that a block must not call, with the reason.
     """
 
     def __init__(self, root: torch.nn.Module, rename: Mapping[str, str | list[str]] | None = None):
         self._by_module: dict[int, Node] = {}
         self.nodes: dict[str, Node] = {}
+        self.uncallable: dict[str, str] = {}
         self.root = self._build(root, "")
         for path, names in (rename or {}).items():
             self._alias(path, [names] if isinstance(names, str) else list(names))

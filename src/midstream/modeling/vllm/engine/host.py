@@ -10,6 +10,7 @@ import torch
 
 from midstream.errors import MidstreamError, UnsupportedError
 from midstream.interleaving.interleaver import Interleaver
+from midstream.interleaving.node import Tree
 from midstream.interleaving.run import Notice, Run, current_run
 from midstream.interleaving.steps import Steps
 from midstream.modeling.vllm.locations import EngineModel
@@ -180,6 +181,7 @@ class BlockModel(EngineModel):
 
     def __init__(self, root: torch.nn.Module, tokenizer: Callable[[], Any], rename: Rename | None):
         super().__init__(root, rename)
+        self.tree.uncallable.update(dict.fromkeys(_with_attention(self.tree), _ATTENTION))
         self._load_tokenizer = tokenizer
 
     @property
@@ -197,6 +199,23 @@ class BlockModel(EngineModel):
             "A trace inside a trace is not supported. Save what the other trace needs, and trace "
             "again after the `with`."
         )
+
+
+_ATTENTION = (
+    "it contains attention or a state, which reads and writes the cache of all requests in the "
+    "step. Call the modules around it (norms, projections, the MLP), or edit its input"
+)
+
+
+def _with_attention(tree: Tree) -> list[str]:
+    """Paths of the modules that use the KV cache, or contain one that does."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    return [
+        path
+        for path, module in tree.modules.items()
+        if any(isinstance(inner, AttentionLayerBase) for inner in module.modules())
+    ]
 
 
 class BlockTracer:
