@@ -84,16 +84,14 @@ class Neighbour:
 
         It has to outlast the trace, which steps the engine for its own request only.
         """
-        finished: list[list[int]] = []
+        outputs: list[Any] = []
         while self._engine.has_unfinished_requests():
-            finished += [
-                list(output.outputs[0].token_ids)
-                for output in self._engine.step()
-                if output.request_id == "neighbour" and output.finished
-            ]
+            outputs += self._engine.step()
         self._hook.remove()
-        (tokens,) = finished
-        return tokens
+        last = outputs[-1]
+        assert last.request_id == "neighbour"
+        assert last.finished
+        return list(last.outputs[0].token_ids)
 
 
 def model_of(model: Any) -> Any:

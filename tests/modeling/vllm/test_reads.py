@@ -11,6 +11,7 @@ import torch
 
 from midstream.errors import InterventionError, OutOfOrderError
 from midstream.interleaving.structure import flatten
+from tests.modeling.vllm.conftest import Neighbour, plain_tokens
 from tests.support.checkpoints import CHECKPOINTS, B, C
 from tests.support.compare import GUARD, assert_close, relative_error
 from tests.support.oracle import Oracle
@@ -331,6 +332,23 @@ def test_head_cannot_be_called_by_itself(llama: Any) -> None:
     with refused as failure, llama.trace(B, **GREEDY):
         llama.lm_head(llama.model.norm.output[0])
     assert type(failure.value.__cause__) is RuntimeError
+
+
+@pytest.mark.parametrize("path", ["", "model", "model.layers.1", "model.layers.1.self_attn.attn"])
+def test_attention_cannot_be_called(llama: Any, path: str) -> None:
+    """What uses the cache of the whole step is refused before it runs; the batch is unharmed."""
+    alone = plain_tokens(llama, B, max_tokens=6)
+    other = Neighbour(llama, B, max_tokens=6)
+
+    def block(model: Any, tracer: Any) -> None:
+        rows = model.model.layers[1].output[0]
+        model.get(path)(torch.arange(40), rows.repeat(8, 1), rows.repeat(8, 1))
+
+    where = path.replace(".", r"\.") or "model"
+    refused = rf"UnsupportedError: '{where}' cannot be called in a block: it contains attention"
+    with pytest.raises(InterventionError, match=refused):
+        llama.trace(C, block=block, **GREEDY)
+    assert other.tokens() == alone
 
 
 def test_parameters_can_be_read(llama: Any, hf: Oracle) -> None:

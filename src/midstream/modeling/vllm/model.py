@@ -18,7 +18,7 @@ from midstream.modeling.vllm.data import Request, read
 from midstream.modeling.vllm.locations import EngineModel
 from midstream.modeling.vllm.tokenizers import tokenizer_of
 from midstream.modeling.vllm.tracer import Tracer
-from midstream.modeling.vllm.wire import MODEL, NODE, TOKENIZER, TRACER, Payload
+from midstream.modeling.vllm.wire import KEY, MODEL, NODE, TOKENIZER, TRACER, Payload
 from midstream.tracing import Block
 
 _SPECIAL = 8  # tokens that a tokenizer may put around a text; the text has at most one a byte
@@ -48,6 +48,7 @@ class VLLM(EngineModel):
             or the engine did not come up.
         UnsupportedError: an engine argument that blocks cannot work with.
         TypeError: an unknown engine argument.
+        ValueError: an unknown mode, or a `worker_cls` or `scheduler_cls` not derived from ours.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class VLLM(EngineModel):
             )
         self.taps: tuple[str, ...] = tuple(taps)
         bootstrap.prepare_process(self._vllm)
-        self._settings = engine
+        self._settings = _with_rename(engine, rename)
         _check_engine_arguments(engine)
+        args.check_classes(engine, cpu=self._vllm.cpu)
         with bootstrap.environment(bootstrap.runner_variables(self._vllm)):
             root, self._model_config = meta.build(self.repo, engine)
         super().__init__(root, rename)
@@ -245,8 +247,17 @@ def _submission(request: Request) -> Submission:
     return Submission(request.prompt, args.sampling(settings), payload, lora)
 
 
+def _with_rename(engine: Mapping[str, Any], rename: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Engine arguments that take the further names of modules to where blocks run."""
+    if not rename:
+        return dict(engine)
+    ours = {KEY: {"rename": dict(rename)}}
+    return {**engine, "additional_config": {**(engine.get("additional_config") or {}), **ours}}
+
+
 def _check_engine_arguments(engine: Mapping[str, Any]) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
-    args.check_known(engine, known, "an argument of vLLM's engine")
+    ours = ("dispatch", "mode", "rename", "taps")
+    args.check_known(engine, known, "an argument of vLLM's engine", ours)

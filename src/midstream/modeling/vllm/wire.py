@@ -19,7 +19,8 @@ class Payload(msgspec.Struct, array_like=True):
 
 
 KEY = "midstream"
-"""A block in `SamplingParams.extra_args`; records in `ModelRunnerOutput` and `EngineCoreOutput`."""
+"""A block in `SamplingParams.extra_args`; records in `ModelRunnerOutput` and `EngineCoreOutput`;
+the modules' further names in the engine's `additional_config`."""
 
 RECORDS = "midstream-records"
 """Request id of the one extra output a step carries when blocks have closed in it."""

@@ -47,7 +47,9 @@ class BlockRunner:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, and make its tree."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        self.blocks = BlockHost(self.model, lambda: tokenizer_of(self.model_config))
+        given = self.vllm_config.additional_config
+        rename = given.get(KEY, {}).get("rename") if isinstance(given, dict) else None
+        self.blocks = BlockHost(self.model, lambda: tokenizer_of(self.model_config), rename)
         self._kernels = EagerKernels(self.model, self.vllm_config)
         self._active: dict[str, Run] = {}
         self._rows: dict[Run, Rows] = {}

@@ -11,6 +11,7 @@ import torch
 
 from midstream.errors import MidstreamError, UnsupportedError
 from midstream.interleaving.interleaver import Interleaver
+from midstream.interleaving.node import Tree
 from midstream.interleaving.run import Notice, Run, current_run
 from midstream.interleaving.steps import Steps
 from midstream.modeling.vllm.locations import EngineModel
@@ -28,6 +29,8 @@ from midstream.modeling.vllm.wire import (
 )
 from midstream.tracing import Block, Execution, user_traceback
 from midstream.tracing.shipping import loads
+
+Rename = Mapping[str, str | list[str]]
 
 
 class Admitted:
@@ -84,10 +87,13 @@ class BlockHost:
     Args:
         root: the model vLLM loaded.
         tokenizer: gives the checkpoint's tokenizer, called when a block first uses it.
+        rename: further names for modules.
     """
 
-    def __init__(self, root: torch.nn.Module, tokenizer: Callable[[], Any]):
-        self.model = BlockModel(root, tokenizer)
+    def __init__(
+        self, root: torch.nn.Module, tokenizer: Callable[[], Any], rename: Rename | None = None
+    ):
+        self.model = BlockModel(root, tokenizer, rename)
         self.tracer = BlockTracer()
         self.interleaver = Interleaver(self.model.tree.modules)
         self._admitted: dict[str, Admitted] = {}
@@ -176,10 +182,12 @@ class BlockModel(EngineModel):
     Args:
         root: the model vLLM loaded.
         tokenizer: gives the checkpoint's tokenizer.
+        rename: further names for modules.
     """
 
-    def __init__(self, root: torch.nn.Module, tokenizer: Callable[[], Any]):
-        super().__init__(root)
+    def __init__(self, root: torch.nn.Module, tokenizer: Callable[[], Any], rename: Rename | None):
+        super().__init__(root, rename)
+        self.tree.uncallable.update(dict.fromkeys(_with_attention(self.tree), _ATTENTION))
         self._load_tokenizer = tokenizer
 
     @property
@@ -197,6 +205,23 @@ class BlockModel(EngineModel):
             "A trace inside a trace is not supported. Save what the other trace needs, and trace "
             "again after the `with`."
         )
+
+
+_ATTENTION = (
+    "it contains attention or a state, which reads and writes the cache of all requests in the "
+    "step. Call the modules around it (norms, projections, the MLP), or edit its input"
+)
+
+
+def _with_attention(tree: Tree) -> list[str]:
+    """Paths of the modules that use the KV cache, or contain one that does."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    return [
+        path
+        for path, module in tree.modules.items()
+        if any(isinstance(inner, AttentionLayerBase) for inner in module.modules())
+    ]
 
 
 class BlockTracer:
