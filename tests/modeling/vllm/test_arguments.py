@@ -243,12 +243,6 @@ def test_setting_out_of_range(llama: Any) -> None:
         llama.trace(A, temperature=-1.0)
 
 
-def test_several_sequences_are_refused(llama: Any) -> None:
-    """`n` above one says what to do instead."""
-    with pytest.raises(UnsupportedError, match=r"n=2 .*`seed`"):
-        llama.trace(A, n=2, temperature=1.0)
-
-
 def test_both_names_of_the_length(llama: Any) -> None:
     """`max_tokens` and `max_new_tokens` are one setting, so only one of them may be given."""
     for name in ("max_tokens", "max_new_tokens"):

@@ -146,7 +146,6 @@ def sampling(settings: Mapping[str, Any]) -> Any:
     Raises:
         TypeError: an unknown keyword, or both spellings of one.
         VLLMValidationError: vLLM's own, for a value out of range.
-        UnsupportedError: several sequences of one prompt.
     """
     from vllm import SamplingParams
 
@@ -158,10 +157,4 @@ def sampling(settings: Mapping[str, Any]) -> Any:
     known = inspect.signature(SamplingParams).parameters
     what = "a sampling setting (a field of vLLM's SamplingParams)"
     check_known(settings, known, what, ("block", "run", "lora_request", "max_new_tokens"))
-    params = SamplingParams(**settings)
-    if params.n > 1:
-        raise UnsupportedError(
-            f"n={params.n} is not supported yet. Trace the prompt once for each sequence, with a "
-            "`seed` of its own."
-        )
-    return params
+    return SamplingParams(**settings)
