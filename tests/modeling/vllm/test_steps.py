@@ -217,7 +217,7 @@ def test_steps_without_a_waiting_block_are_vanilla(llama: Any) -> None:
 
 @pytest.mark.parametrize("wanted", ["nothing", "logits", "module"])
 def test_only_a_block_that_waits_for_a_module_changes_the_forward(llama: Any, wanted: str) -> None:
-    """Blocks that are empty, or touch logits and samples only, leave the model's forward as it is."""
+    """Blocks that touch nothing, or logits only, leave the model's forward as it is."""
     runner = llama.vllm_entrypoint.llm_engine.model_executor.driver_worker.worker.model_runner
     accompanied, with_blocks = [], runner._with_blocks
     runner._with_blocks = lambda forward: accompanied.append(1) or with_blocks(forward)
