@@ -98,3 +98,15 @@ def model_of(model: Any) -> Any:
     """The module that vLLM runs in this process."""
     core = model.vllm_entrypoint.llm_engine.engine_core.engine_core
     return core.model_executor.driver_worker.model_runner.model
+
+
+def line_of(file: str, mark: str) -> int:
+    """Number of the line that ends with the comment `mark`."""
+    lines = Path(file).read_text().splitlines()
+    (found,) = [i for i, line in enumerate(lines, 1) if line.endswith(f"  # {mark}")]
+    return found
+
+
+def place(file: str, mark: str) -> str:
+    """How a traceback names that line."""
+    return f'File "{file}", line {line_of(file, mark)}'

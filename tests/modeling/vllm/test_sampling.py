@@ -33,12 +33,10 @@ def traced_tokens(model: Any, ids: list[int] = A, **settings: Any) -> list[int]:
 )
 def test_settings_that_leave_one_token_are_greedy(llama: Any, settings: dict[str, Any]) -> None:
     """Cut down to the likeliest token, sampling takes it, traced or not."""
-    settings = {"temperature": 1.0, "max_tokens": 4, **settings}
-    greedy = plain_tokens(llama, A, max_tokens=4)
+    settings = {"temperature": 1.0, "max_tokens": 3, **settings}
+    greedy = plain_tokens(llama, A, max_tokens=3)
     assert plain_tokens(llama, A, **settings) == greedy
     assert traced_tokens(llama, **settings) == greedy
-    free = [traced_tokens(llama, temperature=1.0, max_tokens=4, seed=seed) for seed in range(3)]
-    assert any(tokens != greedy for tokens in free)
 
 
 def level(model: Any, tracer: Any) -> None:
@@ -51,16 +49,17 @@ def level(model: Any, tracer: Any) -> None:
 def test_top_k_draws_from_the_k_likeliest(llama: Any, top_k: int, drawn: set[int]) -> None:
     """Many draws are of all of the k likeliest tokens, as a block left them, and no other."""
     settings = {"temperature": 1.0, "max_tokens": 1, "top_k": top_k}
-    results = [llama.trace(B, block=level, seed=seed, **settings).result for seed in range(24)]
+    results = [llama.trace(B, block=level, seed=seed, **settings).result for seed in range(12)]
     assert {result.outputs[0].token_ids[0] for result in results} == drawn
 
 
 def test_top_k_beside_a_request_without_one(llama: Any) -> None:
     """In one batch each request has its own settings."""
-    other = Neighbour(llama, B, max_tokens=8, temperature=1.0, top_k=1)
-    tokens = traced_tokens(llama, temperature=1.0, max_tokens=4, seed=5)
-    assert other.tokens() == plain_tokens(llama, B, max_tokens=8)
-    assert tokens == traced_tokens(llama, temperature=1.0, max_tokens=4, seed=5)
+    other = Neighbour(llama, B, max_tokens=6, temperature=1.0, top_k=1)
+    tokens = traced_tokens(llama, temperature=1.0, max_tokens=3, seed=5)
+    assert other.tokens() == plain_tokens(llama, B, max_tokens=6)
+    assert tokens == traced_tokens(llama, temperature=1.0, max_tokens=3, seed=5)
+    assert tokens != plain_tokens(llama, A, max_tokens=3)
 
 
 def test_logits_are_those_before_the_settings(llama: Any, hf: Oracle) -> None:
@@ -75,7 +74,7 @@ def test_logits_are_those_before_the_settings(llama: Any, hf: Oracle) -> None:
 
 def test_seed_repeats(llama: Any) -> None:
     """A seeded request draws the same tokens traced and not, and others with another seed."""
-    settings = {"temperature": 1.0, "max_tokens": 6}
+    settings = {"temperature": 1.0, "max_tokens": 4}
     tokens = plain_tokens(llama, A, seed=3, **settings)
     assert traced_tokens(llama, seed=3, **settings) == tokens
     assert traced_tokens(llama, seed=4, **settings) != tokens
