@@ -40,6 +40,8 @@ class BlockRunner:
     vllm_config: Any
     sampler: Any
     cudagraph_manager: Any
+    req_states: Any
+    device: torch.device
 
     blocks: BlockHost
     client: str
@@ -53,6 +55,7 @@ class BlockRunner:
         self._kernels = EagerKernels(self.model, self.vllm_config)
         self._active: dict[str, Run] = {}
         self._eager = False
+        self._runs_ahead = bool(self.vllm_config.scheduler_config.async_scheduling)
         self._rows: dict[Run, Rows] = {}
         self._sizes: tuple[int, ...] = ()
         self._closed: list[Record] = []
@@ -109,7 +112,7 @@ class BlockRunner:
         super().add_requests(scheduler_output)  # type: ignore[misc]
         for new in scheduler_output.scheduled_new_reqs:
             if new.sampling_params is not None:
-                self.blocks.admit(new.req_id, new.sampling_params.extra_args)
+                self.blocks.admit(new.req_id, new.sampling_params)
 
     def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
         """Gather the batch; from here on it is known which blocks are active in the step."""
@@ -118,9 +121,27 @@ class BlockRunner:
         )
         if not dummy_run:
             self._active = self.blocks.active(_drawing(gathered[0]))
+            if self._active and self._runs_ahead:
+                self._leave_ended_requests(gathered[0])
         if self._active:
             self._begin_step(gathered[0])
         return gathered
+
+    def _leave_ended_requests(self, batch: Any) -> None:
+        """Take requests that the token before has ended out of the active ones.
+
+        Asynchronous scheduling plans a step before it has seen the last one's token, so a request
+        may be in the step that should not be. Only blocks that go on pay for the look.
+        """
+        rows = dict(zip(batch.req_ids, batch.idx_mapping_np, strict=True))
+        asked = [i for i, run in self._active.items() if run.visit and self.blocks.ending_ids(i)]
+        if not asked:
+            return
+        places = torch.as_tensor([int(rows[i]) for i in asked], device=self.device)
+        tokens = self.req_states.last_sampled_tokens[places, 0].tolist()
+        for request_id, token in zip(asked, tokens, strict=True):
+            if token in self.blocks.ending_ids(request_id):
+                del self._active[request_id]
 
     def _begin_step(self, batch: Any) -> None:
         """Let the active blocks execute up to their first access.

@@ -36,8 +36,9 @@ Rename = Mapping[str, str | list[str]]
 class Admitted:
     """One request's block, from its first step to its close."""
 
-    def __init__(self, request_id: str, payload: bytes, host: BlockHost):
+    def __init__(self, request_id: str, payload: bytes, host: BlockHost, ends: frozenset[int]):
         self.request_id = request_id
+        self.ending_ids = ends
         self._payload, self._host = msgspec.msgpack.decode(payload, type=Payload), host
         self._block: Block | None = None
         self._execution: Execution | None = None
@@ -98,11 +99,20 @@ class BlockHost:
         self.interleaver = Interleaver(self.model.tree.modules)
         self._admitted: dict[str, Admitted] = {}
 
-    def admit(self, request_id: str, extra_args: Mapping[str, Any] | None) -> None:
-        """Take in a request; one that returns after a preemption keeps its block."""
-        payload = (extra_args or {}).get(KEY)
+    def admit(self, request_id: str, sampling: Any) -> None:
+        """Take in a request; one that returns after a preemption keeps its block.
+
+        Args:
+            sampling: vLLM's sampling parameters, which carry the block.
+        """
+        payload = (sampling.extra_args or {}).get(KEY)
         if payload is not None and request_id not in self._admitted:
-            self._admitted[request_id] = Admitted(request_id, payload, self)
+            ends = {sampling.eos_token_id, *(sampling.stop_token_ids or ())} - {None}
+            self._admitted[request_id] = Admitted(request_id, payload, self, frozenset(ends))
+
+    def ending_ids(self, request_id: str) -> frozenset[int]:
+        """Token ids that end a request: end of sequence, unless ignored, and its stop tokens."""
+        return self._admitted[request_id].ending_ids
 
     def active(self, request_ids: Iterable[str]) -> dict[str, Run]:
         """Runs, by request, of those blocks that have something to do in the step that begins.
