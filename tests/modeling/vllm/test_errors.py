@@ -194,6 +194,47 @@ def test_function_form_fails_alike(serving: Any) -> None:
     assert isinstance(failure.value.__cause__, ProbeError)
 
 
+class ExitingError(Exception):
+    """An exception that ends Python when it is shown."""
+
+    def __str__(self) -> str:
+        raise SystemExit(1)
+
+
+class HidingError(Exception):
+    """An exception without its arguments."""
+
+    @property
+    def args(self) -> Any:  # type: ignore[override]
+        raise KeyError("args")
+
+
+def long_chain() -> Exception:
+    error = None
+    for number in range(3000):
+        link = ValueError(number)
+        link.__context__, error = error, link
+    assert error is not None
+    return error
+
+
+def odd_notes() -> Exception:
+    error = ValueError("noted")
+    error.__notes__ = None  # type: ignore[assignment]
+    return error
+
+
+@pytest.mark.parametrize("make", [ExitingError, HidingError, long_chain, odd_notes])
+def test_an_exception_that_cannot_be_shown_leaves_the_engine_alone(serving: Any, make: Any) -> None:
+    """An exception may misbehave, or have a chain longer than Python's stack."""
+
+    def block(model: Any, tracer: Any) -> None:
+        raise make()
+
+    with pytest.raises(InterventionError, match=r"Error"):
+        serving.trace(A, block=block, **SETTINGS)
+
+
 # --- when it happens -----------------------------------------------------------------------------
 
 

@@ -77,8 +77,17 @@ class Admitted:
     def _error(self, error: BaseException | None) -> BlockError | None:
         if error is None:
             return None
-        block = self._block
-        return BlockError.of(error, user_traceback(block, error) if block is not None else "")
+        return BlockError.of(error, _traceback_of(error, self._block))
+
+
+def _traceback_of(error: BaseException, block: Block | None) -> str:
+    """The traceback as text; an exception that cannot be shown must not end the engine."""
+    if block is None:
+        return ""
+    try:
+        return user_traceback(block, error)
+    except BaseException as met:  # noqa: BLE001  # its methods and attributes are the user's
+        return f"<no traceback: showing it raised {type(met).__name__}>"
 
 
 class BlockHost:
