@@ -33,7 +33,7 @@ class Event:
         value: what the module was called with (``(args, kwargs)``) or returned.
         sizes: lengths along which a tensor counts as one row a token (real, padded).
         spans: rows of the requests that wait here; copies are taken over their hull, once.
-        check: raises for a tensor that must not be written here.
+        check: called with a leaf's place and a tensor, raises if it must not be written there.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Event:
         value: Any,
         sizes: Sequence[int],
         spans: Sequence[Rows],
-        check: Callable[[torch.Tensor], None] | None = None,
+        check: Callable[[int, torch.Tensor], None] | None = None,
     ):
         self.leaves, self._build = flatten(value)
         self._sizes = sizes
@@ -88,7 +88,7 @@ class Event:
                 writing into the one it has.
         """
         if self._check is not None:
-            self._check(value)
+            self._check(index, value)
         with torch.inference_mode(self.leaves[index].is_inference()):
             if replace and index not in self._replaced:
                 self.leaves[index] = self.leaves[index].clone()

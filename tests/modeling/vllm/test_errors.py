@@ -235,6 +235,27 @@ def test_an_exception_that_cannot_be_shown_leaves_the_engine_alone(serving: Any,
         serving.trace(A, block=block, **SETTINGS)
 
 
+@pytest.mark.parametrize("value", [10**7, -5])
+@pytest.mark.parametrize(
+    "path", ["", "model", "model.embed_tokens", "model.layers.0.self_attn.rotary_emb"]
+)
+@pytest.mark.parametrize("assigned", [True, False])
+def test_an_index_outside_its_table_is_the_blocks_error(
+    serving: Any, path: str, value: int, assigned: bool
+) -> None:
+    """Token ids and positions that the model cannot look up are refused where they are written."""
+
+    def block(model: Any, tracer: Any) -> None:
+        node = model.get(path)
+        if assigned:
+            node.input = torch.full_like(node.input, value)
+        else:
+            node.input[:] = value
+
+    with pytest.raises(InterventionError, match=rf"was given {value}; it takes 0 to \d+"):
+        serving.trace(A, block=block, **SETTINGS)
+
+
 # --- when it happens -----------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from midstream.errors import MidstreamError, UnsupportedError
+from midstream.interleaving.indices import Limit
 from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.node import Tree
 from midstream.interleaving.run import Notice, Run, current_run
@@ -97,14 +98,19 @@ class BlockHost:
         root: the model vLLM loaded.
         tokenizer: gives the checkpoint's tokenizer, called when a block first uses it.
         rename: further names for modules.
+        limit: bounds of the indices that modules look up.
     """
 
     def __init__(
-        self, root: torch.nn.Module, tokenizer: Callable[[], Any], rename: Rename | None = None
+        self,
+        root: torch.nn.Module,
+        tokenizer: Callable[[], Any],
+        rename: Rename | None = None,
+        limit: Limit | None = None,
     ):
         self.model = BlockModel(root, tokenizer, rename)
         self.tracer = BlockTracer()
-        self.interleaver = Interleaver(self.model.tree.modules)
+        self.interleaver = Interleaver(self.model.tree.modules, limit)
         self._admitted: dict[str, Admitted] = {}
 
     def admit(self, request_id: str, extra_args: Mapping[str, Any] | None) -> None:
