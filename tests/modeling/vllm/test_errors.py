@@ -256,6 +256,20 @@ def test_an_index_outside_its_table_is_the_blocks_error(
         serving.trace(A, block=block, **SETTINGS)
 
 
+@pytest.mark.parametrize("name", ["tracer", "model"])
+def test_blocks_share_no_state_through_the_engines_objects(serving: Any, name: str) -> None:
+    """What all blocks of an engine use cannot be changed by one of them."""
+
+    def block(model: Any, tracer: Any) -> None:
+        if name == "tracer":
+            tracer.stop = None
+        else:
+            model.get = None
+
+    with pytest.raises(InterventionError, match="cannot be assigned"):
+        serving.trace(A, block=block, **SETTINGS)
+
+
 # --- when it happens -----------------------------------------------------------------------------
 
 

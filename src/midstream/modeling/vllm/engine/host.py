@@ -240,7 +240,13 @@ def _with_attention(tree: Tree) -> list[str]:
 
 
 class BlockTracer:
-    """What `tracer` is inside a block."""
+    """What `tracer` is inside a block. All blocks of the engine share it, so none may change it."""
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"`tracer.{name}` cannot be assigned: the tracer has no state in a block. Use a "
+            "variable of the block."
+        )
 
     @property
     def iter(self) -> Steps:
