@@ -270,6 +270,15 @@ def test_blocks_share_no_state_through_the_engines_objects(serving: Any, name: s
         serving.trace(A, block=block, **SETTINGS)
 
 
+def test_nan_stays_with_its_request(serving: Any) -> None:
+    """A NaN that a block has put into the cache is gone when another request gets the memory."""
+    for _ in range(3):
+        with serving.trace(A, temperature=0.0, max_tokens=2):
+            serving.model.layers[0].mlp.output[:] = float("nan")
+            logits = serving.logits.save()
+    assert logits.isnan().all()
+
+
 # --- when it happens -----------------------------------------------------------------------------
 
 

@@ -151,6 +151,9 @@ class BlockHost:
         closed = [self._admitted.pop(i) for i in sorted(request_ids) if i in self._admitted]
         return [admitted.record() for admitted in closed]
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._admitted
+
     def __len__(self) -> int:
         return len(self._admitted)
 
