@@ -176,7 +176,9 @@ class Interleaver:
                 f"'{location.label(run.visit)}' was requested after the forward pass ended."
             )
         index = ENGINE_ORDER.get(location, self._order.get(location))
-        if location not in self._passed and (index is None or index > self._position):
+        if index is None:  # wherever it is, it comes before the logits
+            index = ENGINE_ORDER[LOGITS] - 1
+        if location not in self._passed and index > self._position:
             return
         text = f"'{location.label(run.visit)}' was requested but the model already ran past it"
         if run.marks is not None:

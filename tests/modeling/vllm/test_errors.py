@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from midstream.errors import InterventionError, MidstreamError, OutOfOrderError, TransportError
-from tests.modeling.vllm.conftest import live
+from tests.modeling.vllm.conftest import live, runner_of
 from tests.support.checkpoints import A
 
 SETTINGS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4}
@@ -502,3 +502,19 @@ class Bomb:
 
 
 bomb = Bomb()
+
+
+def test_module_after_logits_is_refused_at_once_by_a_new_engine(llama: Any) -> None:
+    """Before the engine has seen the order of modules it knows that all come before the logits."""
+    interleaver = runner_of(llama).blocks.interleaver
+    known = interleaver._order, interleaver._learned
+    interleaver._order, interleaver._learned = {}, False
+    try:
+        with (
+            pytest.raises(InterventionError, match="already ran past it.*logits.i0"),
+            llama.trace(A, **SETTINGS),
+        ):
+            llama.logits
+            llama.model.layers[0].output
+    finally:
+        interleaver._order, interleaver._learned = known
