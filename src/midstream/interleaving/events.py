@@ -196,11 +196,15 @@ class Served:
         """
         if self._mine is None:
             return
-        for index, mine in enumerate(self._mine):
-            if isinstance(mine, torch.Tensor) and self._changed(index, mine):
-                self._refuse_shared(index, location.label(visit))
-                self._versions[index] = mine._version
-                self._event.put(index, self._rows, mine, replace=False)
+        changed = [  # all before the first write: leaves of the model may share memory
+            (index, mine)
+            for index, mine in enumerate(self._mine)
+            if isinstance(mine, torch.Tensor) and self._changed(index, mine)
+        ]
+        for index, mine in changed:
+            self._refuse_shared(index, location.label(visit))
+            self._versions[index] = mine._version
+            self._event.put(index, self._rows, mine.detach(), replace=False)
 
     def _changed(self, index: int, mine: torch.Tensor) -> bool:
         """Whether a copy was written to.
