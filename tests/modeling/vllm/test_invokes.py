@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from midstream.errors import InterventionError, PromptError, UnsupportedError
+from midstream.modeling.vllm.merging import merge
+from tests.conftest import TINY
 from tests.support.checkpoints import LONG, A, B, C, checkpoint
 from tests.support.oracle import Oracle, assert_close, zero_mlp
 
@@ -256,3 +258,9 @@ def test_a_trace_of_several_requests_travels(llama: Any, oracle: Oracle) -> None
                 ids = int(llama.samples).save()
     again = llama.run(tracer.to_bytes())
     assert again.saves["ids"] == [oracle.generate(prompt, 1).tokens[0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("value", [5, "text", {"a": 1}])
+def test_a_shared_name_that_a_block_binds_anew_has_the_new_value(value: Any) -> None:
+    """A container of the trace is filled; what a block puts in its place replaces it."""
+    assert merge([{"found": [1]}, {"found": value}], {"found": []}) == {"found": value}
