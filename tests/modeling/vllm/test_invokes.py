@@ -264,3 +264,13 @@ def test_a_trace_of_several_requests_travels(llama: Any, oracle: Oracle) -> None
 def test_a_shared_name_that_a_block_binds_anew_has_the_new_value(value: Any) -> None:
     """A container of the trace is filled; what a block puts in its place replaces it."""
     assert merge([{"found": [1]}, {"found": value}], {"found": []}) == {"found": value}
+
+
+def test_a_prompt_beyond_what_a_step_schedules_is_refused(engine: Any) -> None:
+    """The budget of a step is what the scheduler gives it, where that is less than fits a batch."""
+    llama = engine("T-LLAMA")
+    with type(llama)(llama.repo, **TINY, max_num_scheduled_tokens=32) as small:
+        with pytest.raises(PromptError, match="40 tokens.*at most 32"):
+            small.trace(LONG[:40], block=lambda model, tracer: None, **GREEDY)
+        got = small.trace(LONG[:32], block=lambda model, tracer: model.logits, **GREEDY)
+    assert got.saves["return"].shape[0] == 1
