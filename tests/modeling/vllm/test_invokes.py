@@ -220,19 +220,23 @@ def test_several_sequences_each_have_a_block(llama: Any) -> None:
     assert rows == [len(C), len(C)]
 
 
-def test_prompts_that_do_not_fit_one_step_wait_whole(engine: Any) -> None:
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_prompts_that_do_not_fit_one_step_wait_whole(engine: Any, policy: str) -> None:
     """Traced prompts beyond a step's budget are run in later steps, never split; plain ones are."""
     from vllm import SamplingParams
 
-    from tests.conftest import TINY
-
     small = type(engine("T-LLAMA"))(
-        engine("T-LLAMA").repo, dispatch=True, **{**TINY, "max_num_batched_tokens": 64}
+        engine("T-LLAMA").repo,
+        dispatch=True,
+        scheduling_policy=policy,
+        **{**TINY, "max_num_batched_tokens": 64},
     )
     try:
         core = small.vllm_entrypoint.llm_engine
         settings = SamplingParams(temperature=0.0, max_tokens=2)
-        core.add_request("plain", {"prompt_token_ids": LONG[:200]}, settings)
+        for name, length in (("plain", 200), ("short", 48)):
+            prompt = {"prompt_token_ids": LONG[:length]}
+            core.add_request(name, prompt, settings, priority=-1 if policy == "priority" else 0)
         prompts = [LONG[i : i + 40] for i in range(6)]
         with small.trace(max_tokens=2, **GREEDY) as tracer:
             for prompt in prompts:
