@@ -418,3 +418,26 @@ def test_an_edit_of_one_of_two_leaves_that_share_memory_stays(steps: Steps) -> N
     steps.interleaver.hand_over(leave, (value, value), {run: Rows(0, 3)}, (3,))
     steps.interleaver.finish_step()
     assert torch.equal(value, torch.full((3, 4), 7.0))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_item_put_into_a_served_dictionary_is_not_lost_silently(
+    steps: Steps, whole: bool
+) -> None:
+    """Keyword arguments change by assigning them all; one put into the dictionary is refused."""
+    x = rows(3, 1)
+
+    def block() -> None:
+        args, kwargs = steps.root.layers[0].inputs
+        kwargs["hidden"] = torch.zeros_like(kwargs["hidden"])
+        if whole:
+            steps.root.layers[0].inputs = (args, kwargs)
+        kwargs.pop("residual")
+        assert not steps.root.layers[0].mlp.input.any()
+
+    _, [run] = steps.try_step([x], [block])
+    if whole:
+        assert run.error is None
+    else:
+        assert isinstance(run.error, ValueError)
+        assert "Assign the whole value to `.inputs`" in str(run.error)

@@ -53,6 +53,8 @@ class Event:
         self._value = value
         self._check = check
         self._axes: dict[int, int | None] = {}
+        parts = value if isinstance(value, tuple) else (value,)
+        self.has_items = any(isinstance(part, list | dict) and part for part in parts)
 
     def axis(self, index: int) -> int | None:
         """The axis of a leaf that runs over the step's rows; None if it has none."""
@@ -192,10 +194,13 @@ class Served:
         """Copy back what the block changed in place since it was served.
 
         Raises:
-            ValueError: it changed a tensor that belongs to all requests of the step.
+            ValueError: it changed a tensor that belongs to all requests of the step, or put
+                another into a list or dictionary, where the model does not see it.
         """
         if self._mine is None:
             return
+        if self._event.has_items:
+            self._refuse_new_items(location, visit)
         changed = [  # all before the first write: leaves of the model may share memory
             (index, mine)
             for index, mine in enumerate(self._mine)
@@ -205,6 +210,17 @@ class Served:
             self._refuse_shared(index, location.label(visit))
             self._versions[index] = mine._version
             self._event.put(index, self._rows, mine.detach(), replace=False)
+
+    def _refuse_new_items(self, location: Location, visit: int) -> None:
+        own = {id(leaf) for leaf in self._mine or ()}
+        for leaf in flatten(self._shown)[0]:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in own:
+                side = "inputs" if location.side == "input" else location.side
+                raise ValueError(
+                    f"A tensor {describe(leaf)} was put into the list or dictionary that "
+                    f"{location.label(visit)} was read as, which the model does not see. Assign "
+                    f"the whole value to `.{side}`, or write into its tensor: `value[:] = ...`."
+                )
 
     def _changed(self, index: int, mine: torch.Tensor) -> bool:
         """Whether a copy was written to.
