@@ -9,7 +9,7 @@ import torch
 
 from midstream.errors import NotInTraceError, OutOfOrderError
 from midstream.interleaving.events import Rows
-from midstream.interleaving.locations import LOGITS
+from midstream.interleaving.locations import LOGITS, Location
 from midstream.interleaving.run import Run, current_run
 from tests.interleaving.toy import Steps, Toy, rows
 
@@ -407,3 +407,37 @@ def test_a_block_that_wants_no_module_leaves_the_forward_alone(steps: Steps) -> 
     steps.step([rows(2, 1)], [lambda: got.append(steps.root.layers[2].output[0])])
     with pytest.raises(OutOfOrderError, match="already ran past it"):
         steps.step([rows(2, 1)], [lambda: [steps.root.layers[i].output for i in (2, 0)]])
+
+
+def test_an_edit_of_one_of_two_leaves_that_share_memory_stays(steps: Steps) -> None:
+    """A module may return one tensor twice; the untouched copy does not undo the other's edit."""
+    value = torch.zeros(3, 4)
+    run = Run(lambda: steps.root.layers[0].output[0].fill_(7))
+    steps.interleaver.begin_step([run])
+    leave = Location("layers.0", "output")
+    steps.interleaver.hand_over(leave, (value, value), {run: Rows(0, 3)}, (3,))
+    steps.interleaver.finish_step()
+    assert torch.equal(value, torch.full((3, 4), 7.0))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_item_put_into_a_served_dictionary_is_not_lost_silently(
+    steps: Steps, whole: bool
+) -> None:
+    """Keyword arguments change by assigning them all; one put into the dictionary is refused."""
+    x = rows(3, 1)
+
+    def block() -> None:
+        args, kwargs = steps.root.layers[0].inputs
+        kwargs["hidden"] = torch.zeros_like(kwargs["hidden"])
+        if whole:
+            steps.root.layers[0].inputs = (args, kwargs)
+        kwargs.pop("residual")
+        assert not steps.root.layers[0].mlp.input.any()
+
+    _, [run] = steps.try_step([x], [block])
+    if whole:
+        assert run.error is None
+    else:
+        assert isinstance(run.error, ValueError)
+        assert "Assign the whole value to `.inputs`" in str(run.error)

@@ -33,7 +33,7 @@ class Event:
         value: what the module was called with (``(args, kwargs)``) or returned.
         sizes: lengths along which a tensor counts as one row a token (real, padded).
         spans: rows of the requests that wait here; copies are taken over their hull, once.
-        check: raises for a tensor that must not be written here.
+        check: called with a leaf's place and a tensor, raises if it must not be written there.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Event:
         value: Any,
         sizes: Sequence[int],
         spans: Sequence[Rows],
-        check: Callable[[torch.Tensor], None] | None = None,
+        check: Callable[[int, torch.Tensor], None] | None = None,
     ):
         self.leaves, self._build = flatten(value)
         self._sizes = sizes
@@ -53,6 +53,8 @@ class Event:
         self._value = value
         self._check = check
         self._axes: dict[int, int | None] = {}
+        parts = value if isinstance(value, tuple) else (value,)
+        self.has_items = any(isinstance(part, list | dict) and part for part in parts)
 
     def axis(self, index: int) -> int | None:
         """The axis of a leaf that runs over the step's rows; None if it has none."""
@@ -88,7 +90,7 @@ class Event:
                 writing into the one it has.
         """
         if self._check is not None:
-            self._check(value)
+            self._check(index, value)
         with torch.inference_mode(self.leaves[index].is_inference()):
             if replace and index not in self._replaced:
                 self.leaves[index] = self.leaves[index].clone()
@@ -192,15 +194,33 @@ class Served:
         """Copy back what the block changed in place since it was served.
 
         Raises:
-            ValueError: it changed a tensor that belongs to all requests of the step.
+            ValueError: it changed a tensor that belongs to all requests of the step, or put
+                another into a list or dictionary, where the model does not see it.
         """
         if self._mine is None:
             return
-        for index, mine in enumerate(self._mine):
-            if isinstance(mine, torch.Tensor) and self._changed(index, mine):
-                self._refuse_shared(index, location.label(visit))
-                self._versions[index] = mine._version
-                self._event.put(index, self._rows, mine, replace=False)
+        if self._event.has_items:
+            self._refuse_new_items(location, visit)
+        changed = [  # all before the first write: leaves of the model may share memory
+            (index, mine)
+            for index, mine in enumerate(self._mine)
+            if isinstance(mine, torch.Tensor) and self._changed(index, mine)
+        ]
+        for index, mine in changed:
+            self._refuse_shared(index, location.label(visit))
+            self._versions[index] = mine._version
+            self._event.put(index, self._rows, mine.detach(), replace=False)
+
+    def _refuse_new_items(self, location: Location, visit: int) -> None:
+        own = {id(leaf) for leaf in self._mine or ()}
+        for leaf in flatten(self._shown)[0]:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in own:
+                side = "inputs" if location.side == "input" else location.side
+                raise ValueError(
+                    f"A tensor {describe(leaf)} was put into the list or dictionary that "
+                    f"{location.label(visit)} was read as, which the model does not see. Assign "
+                    f"the whole value to `.{side}`, or write into its tensor: `value[:] = ...`."
+                )
 
     def _changed(self, index: int, mine: torch.Tensor) -> bool:
         """Whether a copy was written to.

@@ -17,7 +17,8 @@ import torch
 
 from midstream.errors import OutOfOrderError
 from midstream.interleaving.events import Event, Rows
-from midstream.interleaving.locations import ENGINE_ORDER, SAMPLES, Location
+from midstream.interleaving.indices import IndexCheck, Limit
+from midstream.interleaving.locations import ENGINE_ORDER, LOGITS, SAMPLES, Location
 from midstream.interleaving.run import EXCHANGE, Run
 
 
@@ -26,10 +27,11 @@ class Interleaver:
 
     Args:
         modules: the model's modules by path, each once, as a block names them.
+        limit: bounds of the indices that modules look up, which blocks must keep.
     """
 
-    def __init__(self, modules: Mapping[str, torch.nn.Module]):
-        self._modules = modules
+    def __init__(self, modules: Mapping[str, torch.nn.Module], limit: Limit | None = None):
+        self._modules, self._limit = modules, limit
         self._order: dict[Location, int] = {}
         self._learned = False  # whether the order of modules is known
         self._learning = False  # whether this step shows it
@@ -108,14 +110,14 @@ class Interleaver:
         value: Any,
         rows: Mapping[Run, Rows] | None = None,
         sizes: Sequence[int] = (),
-        check: Callable[[torch.Tensor], None] | None = None,
+        check: Callable[[int, torch.Tensor], None] | None = None,
     ) -> Any:
         """Offer a value to the blocks that wait for it.
 
         Args:
             value: what the model goes on with unless a block changes it.
             rows, sizes: as in ``phase``, for a value that is handed over outside one.
-            check: raises for a tensor that no block may write here.
+            check: called with a leaf's place and a tensor, raises if no block may write it there.
 
         Returns:
             The value the model goes on with.
@@ -126,6 +128,8 @@ class Interleaver:
             return value
         if rows is None:
             rows, sizes = self._rows, self._sizes
+        if self._limit is not None and location.side == "input":
+            check = IndexCheck(self._modules[location.path], value, self._limit)
         event = Event(value, sizes, [rows[run] for run in runs], check)
         for run in runs:
             self._serve(run, location, event, rows[run])
@@ -172,7 +176,9 @@ class Interleaver:
                 f"'{location.label(run.visit)}' was requested after the forward pass ended."
             )
         index = ENGINE_ORDER.get(location, self._order.get(location))
-        if location not in self._passed and (index is None or index > self._position):
+        if index is None:  # wherever it is, it comes before the logits
+            index = ENGINE_ORDER[LOGITS] - 1
+        if location not in self._passed and index > self._position:
             return
         text = f"'{location.label(run.visit)}' was requested but the model already ran past it"
         if run.marks is not None:

@@ -42,7 +42,8 @@ class Model:
         return getattr(self._tree.root, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._tree is not None and not name.startswith("_") and not hasattr(type(self), name):
+        own = getattr(type(self), name, None)
+        if self._tree is not None and not name.startswith("_") and not isinstance(own, property):
             raise AttributeError(
                 f"'{name}' of the model cannot be assigned: it has no value of the forward pass "
                 "by this name. A module's are `.output`, `.input` and `.inputs`."

@@ -131,20 +131,21 @@ def user_traceback(block: Block, exc: BaseException) -> str:
     """
     forget_skip(exc)
     shown = traceback.TracebackException.from_exception(exc, lookup_lines=False)
-    _localise(shown, block, set())
+    _localise(shown, block)
     return "".join(shown.format())
 
 
-def _localise(shown: traceback.TracebackException, block: Block, seen: set[int]) -> None:
-    if id(shown) in seen:
-        return
-    seen.add(id(shown))
-    kept = [frame for frame in shown.stack if not _is_own(frame.filename)]
-    shown.stack = traceback.StackSummary.from_list([_with_text(frame, block) for frame in kept])
-    inner = [shown.__cause__, shown.__context__, *(shown.exceptions or [])]
-    for other in inner:
-        if other is not None:
-            _localise(other, block, seen)
+def _localise(shown: traceback.TracebackException, block: Block) -> None:
+    pending: list[traceback.TracebackException | None] = [shown]
+    seen: set[int] = set()
+    while pending:  # a chain may be longer than Python's stack
+        link = pending.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        kept = [frame for frame in link.stack if not _is_own(frame.filename)]
+        link.stack = traceback.StackSummary.from_list([_with_text(f, block) for f in kept])
+        pending += [link.__cause__, link.__context__, *(link.exceptions or [])]
 
 
 def _is_own(filename: str) -> bool:

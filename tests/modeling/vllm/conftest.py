@@ -94,10 +94,15 @@ class Neighbour:
         return list(last.outputs[0].token_ids)
 
 
+def runner_of(model: Any) -> Any:
+    """VLLM's model runner in this process."""
+    core = model.vllm_entrypoint.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.model_runner
+
+
 def model_of(model: Any) -> Any:
     """The module that vLLM runs in this process."""
-    core = model.vllm_entrypoint.llm_engine.engine_core.engine_core
-    return core.model_executor.driver_worker.model_runner.model
+    return runner_of(model).model
 
 
 def line_of(file: str, mark: str) -> int:

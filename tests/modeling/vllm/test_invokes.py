@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from midstream.errors import InterventionError, PromptError, UnsupportedError
+from midstream.modeling.vllm.merging import merge
+from tests.conftest import TINY
 from tests.support.checkpoints import LONG, A, B, C, checkpoint
 from tests.support.oracle import Oracle, assert_close, zero_mlp
 
@@ -218,19 +220,23 @@ def test_several_sequences_each_have_a_block(llama: Any) -> None:
     assert rows == [len(C), len(C)]
 
 
-def test_prompts_that_do_not_fit_one_step_wait_whole(engine: Any) -> None:
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_prompts_that_do_not_fit_one_step_wait_whole(engine: Any, policy: str) -> None:
     """Traced prompts beyond a step's budget are run in later steps, never split; plain ones are."""
     from vllm import SamplingParams
 
-    from tests.conftest import TINY
-
     small = type(engine("T-LLAMA"))(
-        engine("T-LLAMA").repo, dispatch=True, **{**TINY, "max_num_batched_tokens": 64}
+        engine("T-LLAMA").repo,
+        dispatch=True,
+        scheduling_policy=policy,
+        **{**TINY, "max_num_batched_tokens": 64},
     )
     try:
         core = small.vllm_entrypoint.llm_engine
         settings = SamplingParams(temperature=0.0, max_tokens=2)
-        core.add_request("plain", {"prompt_token_ids": LONG[:200]}, settings)
+        for name, length in (("plain", 200), ("short", 48)):
+            prompt = {"prompt_token_ids": LONG[:length]}
+            core.add_request(name, prompt, settings, priority=-1 if policy == "priority" else 0)
         prompts = [LONG[i : i + 40] for i in range(6)]
         with small.trace(max_tokens=2, **GREEDY) as tracer:
             for prompt in prompts:
@@ -256,3 +262,19 @@ def test_a_trace_of_several_requests_travels(llama: Any, oracle: Oracle) -> None
                 ids = int(llama.samples).save()
     again = llama.run(tracer.to_bytes())
     assert again.saves["ids"] == [oracle.generate(prompt, 1).tokens[0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("value", [5, "text", {"a": 1}])
+def test_a_shared_name_that_a_block_binds_anew_has_the_new_value(value: Any) -> None:
+    """A container of the trace is filled; what a block puts in its place replaces it."""
+    assert merge([{"found": [1]}, {"found": value}], {"found": []}) == {"found": value}
+
+
+def test_a_prompt_beyond_what_a_step_schedules_is_refused(engine: Any) -> None:
+    """The budget of a step is what the scheduler gives it, where that is less than fits a batch."""
+    llama = engine("T-LLAMA")
+    with type(llama)(llama.repo, **TINY, max_num_scheduled_tokens=32) as small:
+        with pytest.raises(PromptError, match="40 tokens.*at most 32"):
+            small.trace(LONG[:40], block=lambda model, tracer: None, **GREEDY)
+        got = small.trace(LONG[:32], block=lambda model, tracer: model.logits, **GREEDY)
+    assert got.saves["return"].shape[0] == 1

@@ -86,7 +86,13 @@ class Engine:
     @property
     def budget(self) -> int:
         """Most tokens the engine runs in one step."""
-        return int(self._core.vllm_config.scheduler_config.max_num_batched_tokens)
+        return int(getattr(self._core.vllm_config.scheduler_config, self.budget_name))
+
+    @property
+    def budget_name(self) -> str:
+        """The engine argument that sets it."""
+        less = self._core.vllm_config.scheduler_config.max_num_scheduled_tokens
+        return "max_num_batched_tokens" if less is None else "max_num_scheduled_tokens"
 
     def run(self, submissions: Sequence[Submission]) -> list[Outcome]:
         """Run requests with their blocks, until the last record is in.

@@ -25,7 +25,7 @@ def merge(found: Sequence[Mapping[str, Any]], shared: Mapping[str, Any]) -> dict
     for name in names:
         values = [each[name] for each in found if name in each]
         if name in shared:
-            merged[name] = _fill(shared[name], values)
+            merged[name] = _slot(shared[name], values)
         else:
             merged[name] = values[0] if len(values) == 1 else values
     return merged
@@ -47,14 +47,15 @@ def _fill(container: Any, filled: Sequence[Any]) -> Any:
         for key in dict.fromkeys(key for copy in filled for key in copy):
             values = [copy[key] for copy in filled if key in copy]
             container[key] = _slot(before.get(key), values)
-        return container
-    return _slot(container, filled)
+    return container
 
 
 def _slot(before: Any, values: Sequence[Any]) -> Any:
     """The value of one place: the last that a request put there."""
     if isinstance(before, list | dict):
-        return _fill(before, [value for value in values if type(value) is type(before)])
+        copies = [value for value in values if type(value) is type(before)]
+        others = [value for value in values if type(value) is not type(before)]
+        return others[-1] if others else _fill(before, copies)
     written = [value for value in values if not _same(value, before)]
     return written[-1] if written else before
 

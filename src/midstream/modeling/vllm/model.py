@@ -219,7 +219,7 @@ class VLLM(EngineModel):
             raise PromptError(
                 f"The prompt has {len(ids)} tokens, but a step of the engine has at most {budget}, "
                 "and a block has to see its prompt whole. Build the model with "
-                f"max_num_batched_tokens={len(ids)} or more."
+                f"{self._engine.budget_name}={len(ids)} or more."
             )
 
     def _reference(self, value: Any) -> str | None:

@@ -23,6 +23,7 @@ from midstream.interleaving.events import Rows
 from midstream.interleaving.locations import LOGITS, SAMPLES, Location
 from midstream.interleaving.run import Run
 from midstream.modeling.vllm.engine.host import BlockHost
+from midstream.modeling.vllm.engine.indices import index_limit
 from midstream.modeling.vllm.engine.kernels import EagerKernels
 from midstream.modeling.vllm.payloads import Record, pack
 from midstream.modeling.vllm.tokenizers import tokenizer_of
@@ -51,7 +52,13 @@ class BlockRunner:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         given = self.vllm_config.additional_config
         rename = given.get(KEY, {}).get("rename") if isinstance(given, dict) else None
-        self.blocks = BlockHost(self.model, lambda: tokenizer_of(self.model_config), rename)
+        self._vocabulary = int(self.model_config.get_vocab_size())
+        self.blocks = BlockHost(
+            self.model,
+            lambda: tokenizer_of(self.model_config),
+            rename,
+            limit=index_limit(self._vocabulary, int(self.model_config.max_model_len)),
+        )
         self._kernels = EagerKernels(self.model, self.vllm_config)
         self._active: dict[str, Run] = {}
         self._eager = False
@@ -59,7 +66,6 @@ class BlockRunner:
         self._rows: dict[Run, Rows] = {}
         self._sizes: tuple[int, ...] = ()
         self._closed: list[Record] = []
-        self._vocabulary = int(self.model_config.get_vocab_size())
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Set up the cache and the graph manager, whose dispatch then knows of active blocks."""
@@ -251,7 +257,7 @@ class BlockRunner:
 
         return samples
 
-    def _check_ids(self, ids: torch.Tensor) -> None:
+    def _check_ids(self, index: int, ids: torch.Tensor) -> None:
         """Refuse a token id outside the vocabulary: the next step's lookup would fail with it."""
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self._vocabulary:

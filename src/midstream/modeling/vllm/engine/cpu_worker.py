@@ -21,6 +21,29 @@ class CPUBlockRunner(BlockRunner, CPUModelRunner):  # type: ignore[misc]
         super().load_model(*args, **kwargs)
         replace_kernels(self)
 
+    def finish_requests(self, scheduler_output: Any) -> None:
+        """Drop requests; what those with blocks have left in the cache is wiped.
+
+        The CPU's attention multiplies the unused rest of a cache block by a weight of zero, which
+        leaves a NaN there a NaN: one block's would reach the next request that gets the memory.
+        """
+        gone = scheduler_output.finished_req_ids.union(scheduler_output.preempted_req_ids or ())
+        for request_id in gone:
+            index = self.req_states.req_id_to_index.get(request_id)
+            if index is not None and request_id in self.blocks:
+                self._wipe(index)
+        super().finish_requests(scheduler_output)
+
+    def _wipe(self, request: int) -> None:
+        tables = self.block_tables
+        groups = self.kv_cache_config.kv_cache_groups
+        for group, table, count in zip(
+            groups, tables.block_tables, tables.num_blocks.np[:, request], strict=True
+        ):
+            ids = table.gpu[request, : int(count)].long()
+            for name in group.layer_names:
+                self.compilation_config.static_forward_context[name].kv_cache[ids] = 0
+
 
 class CPUBlockWorker(BlockWorkerMixin, CPUWorker):  # type: ignore[misc]
     """vLLM's CPU worker with blocks; a user's own `worker_cls` subclasses this."""

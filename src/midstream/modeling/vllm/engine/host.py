@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from midstream.errors import MidstreamError, UnsupportedError
+from midstream.interleaving.indices import Limit
 from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.node import Tree
 from midstream.interleaving.run import Notice, Run, current_run
@@ -78,8 +79,17 @@ class Admitted:
     def _error(self, error: BaseException | None) -> BlockError | None:
         if error is None:
             return None
-        block = self._block
-        return BlockError.of(error, user_traceback(block, error) if block is not None else "")
+        return BlockError.of(error, _traceback_of(error, self._block))
+
+
+def _traceback_of(error: BaseException, block: Block | None) -> str:
+    """The traceback as text; an exception that cannot be shown must not end the engine."""
+    if block is None:
+        return ""
+    try:
+        return user_traceback(block, error)
+    except BaseException as met:  # noqa: BLE001  # its methods and attributes are the user's
+        return f"<no traceback: showing it raised {type(met).__name__}>"
 
 
 class BlockHost:
@@ -89,14 +99,19 @@ class BlockHost:
         root: the model vLLM loaded.
         tokenizer: gives the checkpoint's tokenizer, called when a block first uses it.
         rename: further names for modules.
+        limit: bounds of the indices that modules look up.
     """
 
     def __init__(
-        self, root: torch.nn.Module, tokenizer: Callable[[], Any], rename: Rename | None = None
+        self,
+        root: torch.nn.Module,
+        tokenizer: Callable[[], Any],
+        rename: Rename | None = None,
+        limit: Limit | None = None,
     ):
         self.model = BlockModel(root, tokenizer, rename)
         self.tracer = BlockTracer()
-        self.interleaver = Interleaver(self.model.tree.modules)
+        self.interleaver = Interleaver(self.model.tree.modules, limit)
         self._admitted: dict[str, Admitted] = {}
 
     def admit(self, request_id: str, sampling: Any) -> None:
@@ -145,6 +160,9 @@ class BlockHost:
             return []
         closed = [self._admitted.pop(i) for i in sorted(request_ids) if i in self._admitted]
         return [admitted.record() for admitted in closed]
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._admitted
 
     def __len__(self) -> int:
         return len(self._admitted)
@@ -235,7 +253,13 @@ def _with_attention(tree: Tree) -> list[str]:
 
 
 class BlockTracer:
-    """What `tracer` is inside a block."""
+    """What `tracer` is inside a block. All blocks of the engine share it, so none may change it."""
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"`tracer.{name}` cannot be assigned: the tracer has no state in a block. Use a "
+            "variable of the block."
+        )
 
     @property
     def iter(self) -> Steps:

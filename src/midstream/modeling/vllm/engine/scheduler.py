@@ -19,6 +19,8 @@ from midstream.modeling.vllm.wire import (
     STOPPED_BEFORE_TOKEN,
 )
 
+_AHEAD = 1 << 40  # of priorities, which are small numbers, the lowest first
+
 process.report_build_failures()
 process.enter()  # a started process imports this as it reads vLLM's configuration
 
@@ -32,11 +34,16 @@ class BlockSchedulerMixin:
         self._traced: set[str] = set()
 
     def add_request(self, request: Any) -> None:
-        """Queue a request, remembering those with a block."""
-        super().add_request(request)  # type: ignore[misc]
+        """Queue a request, remembering those with a block.
+
+        Where requests have priorities, one with a block goes before all without: behind another it
+        could be given the rest of that one's step, and be split.
+        """
         params = request.sampling_params
         if params is not None and KEY in (params.extra_args or {}):
             self._traced.add(request.request_id)
+            request.priority -= _AHEAD
+        super().add_request(request)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Plan a step. A prompt with a block is planned whole: the block has to see all of it.

@@ -51,7 +51,7 @@ class BlockError:
     def of(cls, error: BaseException, traceback_text: str) -> BlockError:
         """Describe `error`; never raises, whatever the exception's own methods do."""
         kind = type(error)
-        notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
+        notes = _notes_of(error)
         message = _message_of(error)
         return cls(
             module_of(kind), kind.__qualname__, message, traceback_text, _args_of(error), notes
@@ -158,16 +158,27 @@ class Record:
 def _message_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as second:  # noqa: BLE001 - a user's __str__ may raise anything
+    except BaseException as second:  # noqa: BLE001 - a user's __str__ may raise anything
         return f"<no text: str() of the exception raised {type(second).__name__}>"
 
 
+def _notes_of(error: BaseException) -> list[str]:
+    try:
+        return [note for note in error.__notes__ if isinstance(note, str)]
+    except BaseException:  # noqa: BLE001 - most have none, and a user may set it to anything
+        return []
+
+
 def _args_of(error: BaseException) -> list[Any]:
+    # The built-in attribute, which a type may hide behind a property of its own.
+    args = list(vars(BaseException)["args"].__get__(error))
     # An OSError moves its file names from `args` to fields; its constructor takes them last.
-    if not isinstance(error, OSError) or error.filename is None:
-        return list(error.args)
-    second = [] if error.filename2 is None else [None, error.filename2]
-    return [*error.args, error.filename, *second]
+    if not isinstance(error, OSError):
+        return args
+    first, second = (vars(OSError)[name].__get__(error) for name in ("filename", "filename2"))
+    if first is None:
+        return args
+    return [*args, first] if second is None else [*args, first, None, second]
 
 
 def _initialise_builtin_part(error: BaseException, args: Sequence[Any]) -> None:

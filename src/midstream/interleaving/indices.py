@@ -1,0 +1,58 @@
+"""Indices that a block writes into a module's arguments, checked before the module looks them up.
+
+A lookup outside its table raises in the model's forward, or reads foreign memory: either would end
+the engine for all its requests.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from midstream.interleaving.structure import flatten
+
+Limit = Callable[[torch.nn.Module, str], int | None]
+"""One past the greatest index a module takes in a parameter; None where it looks nothing up."""
+
+
+class IndexCheck:
+    """Raises for integers that a module cannot look up.
+
+    Args:
+        module: the module that is called.
+        call: what with, ``(args, kwargs)``.
+        limit: the bound of a module's parameter, by its name.
+    """
+
+    def __init__(self, module: torch.nn.Module, call: Any, limit: Limit):
+        self._module, self._call, self._limit = module, call, limit
+
+    def __call__(self, index: int, value: torch.Tensor) -> None:
+        """Check a leaf of the arguments.
+
+        Raises:
+            ValueError: it holds an index outside the bounds.
+        """
+        if value.is_floating_point() or value.is_complex() or not value.numel():
+            return
+        name = self._names()[index]
+        limit = self._limit(self._module, name)
+        if limit is None:
+            return
+        low, high = int(value.min()), int(value.max())
+        if low < 0 or high >= limit:
+            raise ValueError(
+                f"'{name}' of {type(self._module).__name__} was given "
+                f"{low if low < 0 else high}; it takes 0 to {limit - 1}."
+            )
+
+    def _names(self) -> list[str]:
+        """The parameter each leaf belongs to."""
+        args, kwargs = self._call
+        parameters = [*inspect.signature(type(self._module).forward).parameters][1:]
+        parameters += [""] * len(args)  # those of `*args`
+        pairs = [*zip(parameters, args, strict=False), *kwargs.items()]
+        return [name for name, argument in pairs for _ in flatten(argument)[0]]
