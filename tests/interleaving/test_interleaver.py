@@ -148,7 +148,7 @@ def test_a_passed_location_is_refused_at_once(steps: Steps, learned: bool) -> No
     """Reading an earlier layer after a later one raises at that line, also in the first step."""
     x, after = rows(2, 1), []
     if learned:
-        steps.step([x], [lambda: None])
+        steps.step([x], [lambda: steps.root.layers[0].output])
 
     def block() -> None:
         later = steps.root.layers[2].output
@@ -170,7 +170,7 @@ def test_a_location_that_does_not_run_is_an_error(steps: Steps, learned: bool) -
     """A module the step never calls raises when the step ends, and the step's values stand."""
     x = rows(2, 1)
     if learned:
-        steps.step([x], [lambda: None])
+        steps.step([x], [lambda: steps.root.layers[0].output])
     got, runs = steps.try_step([x], [lambda: steps.root.unused.output])
     assert isinstance(runs[0].error, OutOfOrderError)
     assert "'model.unused.output.i0' did not run in this step" in str(runs[0].error)
@@ -288,7 +288,7 @@ def test_modules_are_as_before_after_a_step(steps: Steps) -> None:
 
 def test_only_wanted_modules_are_touched_once_the_order_is_known(steps: Steps) -> None:
     """After the first step, a step replaces wanted modules and those that call them only."""
-    steps.step([rows(2, 1)], [lambda: None])
+    steps.step([rows(2, 1)], [lambda: steps.root.layers[0].output])
     touched = []
 
     def block() -> None:
@@ -301,7 +301,7 @@ def test_only_wanted_modules_are_touched_once_the_order_is_known(steps: Steps) -
 
 def test_output_of_a_module_after_something_inside_it(steps: Steps) -> None:
     """Once the order is known, too, a block may read inside a module and then its output."""
-    steps.step([rows(2, 1)], [lambda: None])
+    steps.step([rows(2, 1)], [lambda: steps.root.layers[0].output])
     got = []
 
     def block() -> None:
@@ -379,8 +379,8 @@ def test_a_block_that_cannot_be_unwound_is_left_behind(steps: Steps) -> None:
                 entered.append(type(error).__name__)
 
     run = Run(stubborn)
+    steps.interleaver.begin_step([run])
     with steps.interleaver.phase({run: Rows(0, 2)}, (5,)):
-        steps.interleaver.begin_step([run])
         run.kill()
         assert run.done
     steps.interleaver.finish_step()
@@ -389,3 +389,21 @@ def test_a_block_that_cannot_be_unwound_is_left_behind(steps: Steps) -> None:
     steps.step(parts, [lambda: kept.append(steps.root.layers[0].output)])
     assert len(kept) == 1
     assert entered == ["GreenletExit"]
+
+
+def test_a_block_that_wants_no_module_leaves_the_forward_alone(steps: Steps) -> None:
+    """A block that has ended or waits for logits wants no module, and teaches no order."""
+    got = []
+
+    def reads_logits() -> None:
+        got.append(current_run("logits").at(LOGITS).read())
+        got.append([n for n, m in steps.model.named_modules() if "forward" in m.__dict__])
+
+    steps.step([rows(2, 1)], [lambda: None])
+    steps.step([rows(2, 1)], [reads_logits])
+    assert got[0].shape == (1, 6)
+    assert got[1] == []
+    got.clear()
+    steps.step([rows(2, 1)], [lambda: got.append(steps.root.layers[2].output[0])])
+    with pytest.raises(OutOfOrderError, match="already ran past it"):
+        steps.step([rows(2, 1)], [lambda: [steps.root.layers[i].output for i in (2, 0)]])

@@ -79,8 +79,8 @@ class Steps:
             start += len(rows)
         heads = {run: Rows(index, index + 1) for index, run in enumerate(runs)}
         with torch.inference_mode():
+            self.interleaver.begin_step(runs)
             with self.interleaver.phase(spans, (start,)):
-                self.interleaver.begin_step(runs)
                 hidden = self.model(torch.cat(list(inputs)))
             ends = torch.tensor([len(rows) for rows in inputs]).cumsum(0) - 1
             with self.interleaver.phase(heads, (len(inputs),)):

@@ -101,3 +101,17 @@ def test_idle_bodies():
     for trace in (first, second, third):
         assert trace.block.values == {}
         assert trace.execution.saves() == {}
+
+
+def test_a_lone_statement_with_a_constant_is_a_body_like_any_other():
+    """A body whose only statement assigns a constant or deletes is skipped where it stands."""
+    items = [1, 2]
+    with Trace(run=False) as first:
+        items[0] = 5
+    with Trace(run=False) as second:
+        del items[0]
+    with Trace(run=False) as third:
+        items[0] += 1
+    assert items == [1, 2]
+    sources = [trace.block.code.source.strip() for trace in (first, second, third)]
+    assert sources == ["items[0] = 5", "del items[0]", "items[0] += 1"]

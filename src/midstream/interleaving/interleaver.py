@@ -31,7 +31,8 @@ class Interleaver:
     def __init__(self, modules: Mapping[str, torch.nn.Module]):
         self._modules = modules
         self._order: dict[Location, int] = {}
-        self._learned = False
+        self._learned = False  # whether the order of modules is known
+        self._learning = False  # whether this step shows it
         self._waiting: dict[Location, list[Run]] = {}
         self._rows: Mapping[Run, Rows] = {}
         self._sizes: Sequence[int] = ()
@@ -44,7 +45,7 @@ class Interleaver:
         self.in_step = False
 
     def begin_step(self, runs: Sequence[Run]) -> None:
-        """Begin a step with these blocks active; new ones execute up to their first access."""
+        """Begin a step with these blocks active; they execute up to their first access in it."""
         self._position = -1
         self._passed.clear()
         self.in_step = True
@@ -52,6 +53,12 @@ class Interleaver:
             run.interleaver = self
             if not run.started or run.awaited is not None:
                 self._turn(run)
+        self._learning = self.wants_modules and not self._learned
+
+    @property
+    def wants_modules(self) -> bool:
+        """Whether a block waits for a module, so that the forward has to be accompanied."""
+        return any(location not in ENGINE_ORDER for location in self._waiting)
 
     @contextmanager
     def phase(self, rows: Mapping[Run, Rows], sizes: Sequence[int]) -> Iterator[None]:
@@ -78,7 +85,8 @@ class Interleaver:
             learned: whether the step ran all its phases, so that the order of modules is known.
         """
         waiting, self._waiting = self._waiting, {}
-        self._learned = self._learned or learned
+        self._learned = self._learned or (learned and self._learning)
+        self._learning = False
         self.in_step = False  # a block that catches the error and asks again is refused at once
         for location, runs in waiting.items():
             for run in runs:
@@ -149,7 +157,7 @@ class Interleaver:
 
     def _wait(self, run: Run, location: Location) -> None:
         self._waiting.setdefault(location, []).append(run)
-        if self._learned and self.in_forward and location not in ENGINE_ORDER:
+        if self.in_forward and not self._learning and location not in ENGINE_ORDER:
             for path in self._paths(location):
                 self._replace(path)
 
@@ -177,7 +185,7 @@ class Interleaver:
 
     def _pass(self, location: Location) -> None:
         index = ENGINE_ORDER.get(location, self._order.get(location))
-        if index is None and not self._learned:
+        if index is None and self._learning:
             index = self._order[location] = len(self._order)
         if index is None:  # a module the first step did not call: its place in the order is unknown
             self._passed.add(location)
@@ -194,7 +202,7 @@ class Interleaver:
             self._paused = before
 
     def _paths_to_replace(self) -> list[str]:
-        if not self._learned:
+        if self._learning:
             return list(self._modules)
         wanted = [location for location in self._waiting if location not in ENGINE_ORDER]
         return [path for location in wanted for path in self._paths(location)]
@@ -244,10 +252,10 @@ class Interleaver:
         def traced(*args: Any, **kwargs: Any) -> Any:
             if self._paused:
                 return forward(*args, **kwargs)
-            if entry in self._waiting or not self._learned:
+            if entry in self._waiting or self._learning:
                 args, kwargs = self.hand_over(entry, (args, kwargs))
             value = forward(*args, **kwargs)
-            if leave in self._waiting or not self._learned:
+            if leave in self._waiting or self._learning:
                 value = self.hand_over(leave, value)
             return value
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from midstream.errors import MidstreamWarning
+from midstream.errors import MidstreamWarning, UnsupportedError
 from midstream.interleaving.locations import Location
 from midstream.interleaving.run import current_run
 from midstream.interleaving.structure import flatten
@@ -34,6 +34,20 @@ class Node:
     def path(self) -> str:
         """Dotted path below the model's root; "" for the root."""
         return self._path
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Further names of submodules, as `rename` gave them."""
+        return tuple(self._aliases)
+
+    def _add_aliases(self, names: list[str], node: Node) -> None:
+        for name in names:
+            there = self._children.get(name) or self._aliases.get(name) or node
+            if there is not node or hasattr(type(self), name):
+                where = f"'{self._path}'" if self._path else "the model"
+                raise ValueError(f"rename: {where} already has something called '{name}'.")
+            if name not in self._children:
+                self._aliases[name] = node
 
     @property
     def output(self) -> Any:
@@ -75,8 +89,16 @@ class Node:
         """Run the module on the block's own values. Nothing in it is traced.
 
         Tensors are copied first: kernels that work in place must not change the block's values.
+
+        Raises:
+            UnsupportedError: the module cannot be run beside the forward pass.
         """
         run = self._tree.run(self, "a call")
+        if self._path in self._tree.uncallable:
+            raise UnsupportedError(
+                f"'{self._path or 'model'}' cannot be called in a block: "
+                f"{self._tree.uncallable[self._path]}."
+            )
         leaves, build = flatten((args, kwargs))
         args, kwargs = build([_argument(leaf) for leaf in leaves])
         assert run.interleaver is not None
@@ -162,12 +184,11 @@ class Node:
     def __repr__(self) -> str:
         if not self._children:
             return repr(self._module)
-        names = {id(node): alias for alias, node in self._aliases.items()}
         lines = [f"{type(self._module).__name__}("]
         for name, child in self._children.items():
-            shown = f"{name}, {names[id(child)]}" if id(child) in names else name
+            names = [name, *(alias for alias, node in self._aliases.items() if node is child)]
             body = repr(child).replace("\n", "\n  ")
-            lines.append(f"  ({shown}): {body}")
+            lines.append(f"  ({', '.join(names)}): {body}")
         return "\n".join([*lines, ")"])
 
 
@@ -186,12 +207,18 @@ class Tree:
             a name or a list of names.
 
     Raises:
-        ValueError: a renamed path does not exist.
+        ValueError: a renamed path does not exist, or a further name is taken.
+
+    Attributes:
+        nodes: the nodes by path, each at its first one.
+        root: the node of the model itself.
+        uncallable: paths of modules that a block must not call, with the reason.
     """
 
     def __init__(self, root: torch.nn.Module, rename: Mapping[str, str | list[str]] | None = None):
         self._by_module: dict[int, Node] = {}
         self.nodes: dict[str, Node] = {}
+        self.uncallable: dict[str, str] = {}
         self.root = self._build(root, "")
         for path, names in (rename or {}).items():
             self._alias(path, [names] if isinstance(names, str) else list(names))
@@ -201,7 +228,9 @@ class Tree:
         if known is not None:
             return known
         node = self._by_module[id(module)] = self.nodes[path] = Node(module, path, self)
-        for name, child in module.named_children():
+        for name, child in module._modules.items():  # a child of two names has both
+            if child is None:
+                continue
             node._children[_mounted(name, path)] = self._build(child, f"{path}.{name}".strip("."))
         return node
 
@@ -217,9 +246,9 @@ class Tree:
                 f"rename: no module is called '{path}'. Print the model to see its paths."
             )
         for parent, node in found:
-            parent._aliases.update(dict.fromkeys(names, node))
+            parent._add_aliases(names, node)
         if "." in path:  # a full path is also reachable from the root
-            self.root._aliases.update(dict.fromkeys(names, found[0][1]))
+            self.root._add_aliases(names, found[0][1])
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:

@@ -16,12 +16,19 @@ class Model:
     Args:
         root: the `torch.nn.Module` whose tree is navigated; its tensors may be on the meta device.
         rename: further names for modules, see ``Tree``.
+
+    Raises:
+        ValueError: a further name that is taken, or a renamed path that does not exist.
     """
 
     _tree: Tree | None = None
 
     def __init__(self, root: torch.nn.Module, rename: Mapping[str, str | list[str]] | None = None):
-        self._tree = Tree(root, rename)
+        tree = Tree(root, rename)
+        for name in tree.root.aliases:
+            if hasattr(type(self), name):
+                raise ValueError(f"rename: '{name}' is taken by {type(self).__name__}.{name}.")
+        self._tree = tree
 
     @property
     def tree(self) -> Tree:
@@ -33,6 +40,14 @@ class Model:
         if name.startswith("_") or self._tree is None:
             raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
         return getattr(self._tree.root, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._tree is not None and not name.startswith("_") and not hasattr(type(self), name):
+            raise AttributeError(
+                f"'{name}' of the model cannot be assigned: it has no value of the forward pass "
+                "by this name. A module's are `.output`, `.input` and `.inputs`."
+            )
+        object.__setattr__(self, name, value)
 
     def get(self, path: str) -> Any:
         """The node at a dotted path, such as "model.layers.3.mlp".

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dis
 import warnings
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from midstream.errors import (
     WithBlockNotFoundError,
 )
 from midstream.tracing.block import Block, Code, Compiled
-from midstream.tracing.checks import check_body, check_layout
+from midstream.tracing.checks import check_body, check_layout, does_nothing
 from midstream.tracing.hooks import TraceHook
 from midstream.tracing.names import resolve
 from midstream.tracing.percode import PerCode
@@ -171,7 +170,7 @@ def _find_site(frame: FrameType, what: str) -> _Site:
     name, lines = source.filename, source.lines
     check_layout(name, lines, found.node, found.item, what)
     check_body(name, lines, found.node, found.item)
-    body, is_idle = Body.of(found.node), _is_idle(found)
+    body, is_idle = Body.of(found.node), does_nothing(found.node.body)
     if not is_idle and not is_skippable(frame.f_code, frame.f_lasti, body):
         raise BlockLayoutError(
             f"{name}:{body.first}: the body of {what}(...) starts with `try`, which would catch "
@@ -181,11 +180,6 @@ def _find_site(frame: FrameType, what: str) -> _Site:
     text = source.text(body.first, body.last)
     code = Code(text, name, body.first, frame.f_code.co_qualname, flags, found.class_name)
     return _Site(code, code.compiled(), body, is_idle)
-
-
-def _is_idle(found: Found) -> bool:
-    constants = (ast.Pass, ast.Constant)
-    return all(isinstance(getattr(s, "value", s), constants) for s in found.node.body)
 
 
 def _find(frame: FrameType, what: str) -> tuple[Source, Found]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from midstream.errors import BlockLayoutError, BlockSyntaxError
 
-__all__ = ["check_body", "check_layout", "syntax_error"]
+__all__ = ["check_body", "check_layout", "does_nothing", "syntax_error"]
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -166,3 +166,12 @@ def _is(node: ast.AST, owner: str | None, attribute: str) -> bool:
 def _refuse(context: _Context, node: ast.AST, message: str) -> NoReturn:
     text = context.lines[getattr(node, "lineno", 1) - 1]
     raise syntax_error(message, context.filename, text, node)
+
+
+def does_nothing(body: Sequence[ast.stmt]) -> bool:
+    """Whether statements are `pass` and constants only, which may run no line at all."""
+    return all(
+        isinstance(line, ast.Pass)
+        or (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+        for line in body
+    )

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import traceback
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from midstream.errors import InterventionError, MidstreamError, OutOfOrderError, TransportError
-from tests.modeling.vllm.conftest import live
+from midstream.errors import InterventionError, MidstreamError
+from tests.modeling.vllm.conftest import live, place
 from tests.support.checkpoints import A
 
 SETTINGS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4}
-HERE = Path(__file__)
 
 
 class ProbeError(Exception):
@@ -33,21 +30,6 @@ class Stop(BaseException):
     """Not even an Exception."""
 
 
-def line_of(mark: str) -> int:
-    """Number of the line of this file that ends with a comment."""
-    lines = HERE.read_text().splitlines()
-    (found,) = [i for i, line in enumerate(lines, 1) if line.endswith(f"  # {mark}")]
-    return found
-
-
-def place(mark: str) -> str:
-    """How a traceback names that line."""
-    return f'File "{HERE}", line {line_of(mark)}, in '
-
-
-# --- what arrives --------------------------------------------------------------------------------
-
-
 def test_exception_arrives_with_its_type_message_and_line(serving: Any) -> None:
     """It is a RuntimeError that begins with the original and has it as its cause."""
     with pytest.raises(RuntimeError) as failure, serving.trace(A, **SETTINGS):
@@ -58,7 +40,10 @@ def test_exception_arrives_with_its_type_message_and_line(serving: Any) -> None:
     assert isinstance(error, MidstreamError)
     text = str(error)
     assert text.startswith("ValueError: ('no such direction', 7)\n")
-    assert place("raise") + "test_exception_arrives_with_its_type_message_and_line" in text
+    assert (
+        place(__file__, "raise") + ", in test_exception_arrives_with_its_type_message_and_line"
+        in text
+    )
     assert 'raise ValueError("no such direction", 7)' in text
     assert type(error.__cause__) is ValueError
     assert error.__cause__.args == ("no such direction", 7)
@@ -118,7 +103,7 @@ def test_exception_of_a_type_that_cannot_be_imported(serving: Any) -> None:
         with serving.trace(A, **SETTINGS):
             raise LocalError("here")  # local
     assert failure.value.__cause__ is None
-    assert place("local") in str(failure.value)
+    assert place(__file__, "local") in str(failure.value)
 
 
 def test_chained_exceptions_show_both(serving: Any) -> None:
@@ -132,8 +117,8 @@ def test_chained_exceptions_show_both(serving: Any) -> None:
     text = str(failure.value)
     assert text.startswith("LookupError: no such layer")
     assert "KeyError: 'layer'" in text
-    assert place("first") in text
-    assert place("second") in text
+    assert place(__file__, "first") in text
+    assert place(__file__, "second") in text
 
 
 def check_direction(vector: torch.Tensor) -> None:
@@ -148,8 +133,8 @@ def test_error_in_a_helper_function_shows_its_line(serving: Any) -> None:
         check_direction(serving.model.layers[1].output[0] / 0)  # call
     text = str(failure.value)
     assert text.startswith("ArithmeticError: the direction is not finite")
-    assert place("call") in text
-    assert place("helper") + "check_direction" in text
+    assert place(__file__, "call") in text
+    assert place(__file__, "helper") + ", in check_direction" in text
 
 
 def test_unknown_name_is_a_name_error(serving: Any) -> None:
@@ -158,7 +143,7 @@ def test_unknown_name_is_a_name_error(serving: Any) -> None:
         with serving.trace(A, **SETTINGS):
             serving.model.layers[1].output[0][:] += directoin  # unknown
     assert isinstance(failure.value.__cause__, NameError)
-    assert place("unknown") in str(failure.value)
+    assert place(__file__, "unknown") in str(failure.value)
 
 
 def test_unknown_module_lists_those_there_are(serving: Any) -> None:
@@ -190,11 +175,8 @@ def test_function_form_fails_alike(serving: Any) -> None:
 
     with pytest.raises(InterventionError, match=r"ProbeError: layer 1 scores 0\.25") as failure:
         serving.trace(A, block=block, **SETTINGS)
-    assert place("function") + "block" in str(failure.value)
+    assert place(__file__, "function") + ", in block" in str(failure.value)
     assert isinstance(failure.value.__cause__, ProbeError)
-
-
-# --- when it happens -----------------------------------------------------------------------------
 
 
 def fail_before_the_forward(model: Any, tracer: Any) -> None:
@@ -273,147 +255,3 @@ def test_block_may_handle_its_own_errors(serving: Any) -> None:
         logits = serving.logits.save()
     assert "index" in caught
     assert logits.shape == (1, 128)
-
-
-# --- order ---------------------------------------------------------------------------------------
-
-
-def test_earlier_layer_after_a_later_one(serving: Any) -> None:
-    """Reading back in the model is refused at once, at the line, saying where to move it."""
-    with pytest.raises(InterventionError) as failure, serving.trace(A, **SETTINGS):
-        serving.model.layers[3].output  # later
-        before = "reached".save()
-        serving.model.layers[1].output  # earlier
-        after = "reached".save()
-    text = str(failure.value)
-    where = "'model.model.layers.1.output.i0'"
-    assert text.startswith(
-        f"OutOfOrderError: {where} was requested but the model already ran past it"
-    )
-    assert f"above line {line_of('later')}" in text
-    assert place("earlier") in text
-    assert isinstance(failure.value.__cause__, OutOfOrderError)
-    assert before == "reached"
-    assert "after" not in locals()
-
-
-def read_input_after_output(model: Any) -> None:
-    model.model.layers[1].mlp.output
-    model.model.layers[1].mlp.input
-
-
-def read_again_after_going_on(model: Any) -> None:
-    model.model.layers[1].output
-    model.model.layers[2].output
-    model.model.layers[1].output
-
-
-def write_after_going_on(model: Any) -> None:
-    rows = model.model.layers[1].mlp.output
-    model.model.layers[2].output
-    model.model.layers[1].mlp.output = rows
-
-
-def read_a_module_after_the_logits(model: Any) -> None:
-    model.logits
-    model.model.norm.output
-
-
-def read_logits_after_samples(model: Any) -> None:
-    model.samples
-    model.logits
-
-
-@pytest.mark.parametrize(
-    ("block", "where"),
-    [
-        (read_input_after_output, "model.model.layers.1.mlp.input.i0"),
-        (read_again_after_going_on, "model.model.layers.1.output.i0"),
-        (write_after_going_on, "model.model.layers.1.mlp.output.i0"),
-        (read_a_module_after_the_logits, "model.model.norm.output.i0"),
-        (read_logits_after_samples, "model.logits.i0"),
-    ],
-)
-def test_what_the_step_has_passed(serving: Any, block: Any, where: str) -> None:
-    """Inputs before outputs, no way back, writes included: the location is named."""
-    with pytest.raises(InterventionError) as failure:
-        serving.trace(A, block=lambda model, tracer: block(model), **SETTINGS)
-    assert str(failure.value).startswith(f"OutOfOrderError: '{where}' was requested but")
-
-
-@pytest.mark.parametrize(
-    "path", ["lm_head", "model.layers.0.self_attn.rotary_emb.apply_rotary_emb"]
-)
-def test_module_that_does_not_run(serving: Any, path: str) -> None:
-    """A location that the step ends without is an error of that step, at the line that asked."""
-    with pytest.raises(InterventionError) as failure, serving.trace(A, **SETTINGS):
-        serving.get(path).output  # never
-    text = str(failure.value)
-    assert text.startswith(f"OutOfOrderError: 'model.{path}.output.i0' did not run in this step")
-    assert place("never") in text
-
-
-# --- values that cannot travel -------------------------------------------------------------------
-
-
-def _lock() -> Any:
-    return threading.Lock()
-
-
-def _generator() -> Any:
-    return (i for i in range(3))
-
-
-def _nested() -> Any:
-    return {"layers": [1, threading.Lock()]}
-
-
-@pytest.mark.parametrize(
-    ("make", "where"),
-    [(_lock, "saves['bad']"), (_generator, "saves['bad']"), (_nested, "saves['bad']['layers'][1]")],
-)
-def test_save_that_cannot_travel(serving: Any, make: Any, where: str) -> None:
-    """It is an error that names the variable; the other saves are bound."""
-    with pytest.raises(InterventionError, match="TransportError") as failure:
-        with serving.trace(A, **SETTINGS):
-            rows = serving.model.layers[1].output[0].save()
-            bad = make().save()
-            logits = serving.logits.save()
-    assert where in str(failure.value)
-    assert isinstance(failure.value.__cause__, TransportError)
-    assert rows.shape == (5, 128)
-    assert logits.shape == (1, 128)
-
-
-@pytest.mark.parametrize("make", [_lock, _generator])
-def test_captured_value_that_cannot_travel(serving: Any, make: Any) -> None:
-    """It is refused before anything is sent, with the name of the variable and what to do."""
-    resource = make()
-    with pytest.raises(TransportError, match=r"variable `resource`.*before the `with`") as failure:
-        with serving.trace(A, **SETTINGS) as tracer:
-            serving.model.layers[1].output
-            resource.foo()
-    assert tracer.result is None
-    assert "_BodySkipped" not in "".join(traceback.format_exception(failure.value))
-
-
-def test_value_that_fails_to_rebuild_in_the_engine(serving: Any) -> None:
-    """A value whose own unpickling raises is that request's error, with the variable's name."""
-    with pytest.raises(InterventionError, match=r"TransportError: the variable `bomb`") as failure:
-        with serving.trace(A, **SETTINGS):
-            bomb.x
-    assert "on arrival" in str(failure.value)
-
-
-def _explode() -> None:
-    raise RuntimeError("on arrival")
-
-
-class Bomb:
-    """Travels well, and fails when it is unpacked."""
-
-    def __reduce__(self) -> Any:
-        return _explode, ()
-
-
-bomb = Bomb()

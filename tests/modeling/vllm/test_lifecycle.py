@@ -97,13 +97,8 @@ def test_abort(model: Any, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("how", ["eos", "stop string", "length", "abort"])
-def test_loop_ends_with_its_request(
-    model: Any, how: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_loop_ends_with_its_request(model: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However a request ends, a loop over its steps ends with it, and what follows is run."""
-    if how == "eos" and is_asynchronous(model):
-        reason = "the block runs in the step that was under way when the last token was drawn"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     if how == "abort":
         abort_after(model, 5, monkeypatch)
     forced = {"eos": EOS, "stop string": 77}.get(how, 50)
@@ -125,12 +120,6 @@ def test_loop_ends_with_its_request(
     if how in ("eos", "length"):  # who ends it otherwise may be a step or two behind the engine
         assert len(seen) == 3
     assert live_blocks(model) == 0
-
-
-def is_asynchronous(model: Any) -> bool:
-    """Whether the engine schedules a step before it knows the tokens of the one before."""
-    config = model.vllm_entrypoint.llm_engine.vllm_config.scheduler_config
-    return bool(config.async_scheduling)
 
 
 def test_abort_before_scheduled(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
 
-from midstream.errors import InterventionError, OutOfOrderError
 from midstream.interleaving.structure import flatten
 from tests.support.checkpoints import CHECKPOINTS, B, C
 from tests.support.compare import GUARD, assert_close, relative_error
@@ -19,9 +17,6 @@ NAMES = tuple(CHECKPOINTS)
 GREEDY = {"temperature": 0.0, "max_tokens": 1}
 TOLERANCE = 1e-4
 Oracles = Callable[[str], Oracle]
-
-
-# --- every location --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -118,9 +113,6 @@ def _nested(paths: list[str]) -> Iterator[str]:
     yield from (f"{path}.output".strip(".") for path in reversed(inside))
 
 
-# --- the residual stream and the rows --------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["T-LLAMA", "T-QWEN3"])
 def test_residual_stream_at_every_layer(name: str, engine: Any, oracle: Oracles) -> None:
     """The stream leaving a layer is the sum of its pair; the first element alone is not it."""
@@ -173,184 +165,3 @@ def test_logits_have_the_size_of_the_vocabulary(engine: Any, oracle: Oracles) ->
     assert logits.shape == (1, 101)
     assert_close(logits, right, right.roll(1, -1))
     assert_close(called, right, right.roll(1, -1))
-
-
-# --- a value is the block's own --------------------------------------------------------------
-
-
-def test_kept_value_equals_its_clone(llama: Any, hf: Oracle) -> None:
-    """A read kept as it is holds what it held when it was read, bit for bit what a clone holds."""
-    with llama.trace(C, **GREEDY):
-        plain, cloned = ([], [])
-        for layer in llama.model.layers:
-            plain.append(layer.output)
-            cloned.append(tuple(x.clone() for x in layer.output))
-        plain, cloned = plain.save(), cloned.save()
-    assert len(plain) == 4
-    for kept, copied in zip(flatten(plain)[0], flatten(cloned)[0], strict=True):
-        assert torch.equal(kept, copied)
-    # The norm of the next layer adds the pair up where its second element lies.
-    right = hf.reads(C, layers=range(4))
-    for i in range(3):
-        stream, kept = right[f"residual.{i}"], plain[i][1]
-        assert_close(kept, right[f"model.layers.{i}.output"][1], stream)
-
-
-def test_value_given_out_is_not_the_engines_tensor(llama: Any, hf: Oracle) -> None:
-    """What is written into the engine's tensor after a read does not reach the block's value."""
-    layers, live = _root(llama).model.layers, []
-    hooks = [
-        layers[1].register_forward_hook(lambda *call: live.append(call[-1][1])),
-        layers[2].register_forward_pre_hook(lambda *call: live.append(live[0].zero_())),
-    ]
-    try:
-        with llama.trace(C, **GREEDY):
-            kept = llama.model.layers[1].output[1].save()
-            later = llama.model.layers[2].inputs[0][2].save()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    assert_close(kept, hf.reads(C, layers=[1])["model.layers.1.output"][1], later)
-
-
-def _root(model: Any) -> Any:
-    """The module vLLM runs, in this process."""
-    core = model.vllm_entrypoint.llm_engine.engine_core.engine_core
-    return core.model_executor.driver_worker.model_runner.model
-
-
-def test_two_reads_of_a_visit_are_one_value(llama: Any) -> None:
-    """Reading a location again in the same visit gives the same object."""
-    with llama.trace(B, **GREEDY):
-        first = llama.model.layers[1].mlp.output
-        again = llama.model.layers[1].mlp.output
-        same = (first is again).save()
-        args, _ = llama.model.layers[2].inputs
-        same_input = (llama.model.layers[2].input is args[0]).save()
-    assert same is True
-    assert same_input is True
-
-
-def test_containers_of_a_value_are_the_blocks_own(llama: Any, hf: Oracle) -> None:
-    """Emptying the dict of arguments that a block was given changes nothing for the model."""
-    with llama.trace(B, **GREEDY):
-        _, kwargs = llama.model.layers[1].self_attn.inputs
-        kwargs.clear()
-        logits = llama.logits.save()
-    right = hf.run(B).logits
-    assert_close(logits, right, right.roll(1, -1))
-
-
-def test_input_is_the_first_argument(llama: Any) -> None:
-    """`.input` is the first positional argument, and the first keyword where there is none."""
-    layer = llama.model.layers[2]
-    with llama.trace(B, **GREEDY):
-        outer, first = layer.inputs.save(), layer.input.save()
-        inner, keyword = layer.self_attn.inputs.save(), layer.self_attn.input.save()
-    (args, kwargs), (inner_args, inner_kwargs) = outer, inner
-    assert kwargs == {}
-    assert torch.equal(first, args[0])
-    assert first.tolist() == [0, 1, 2]
-    assert inner_args == ()
-    assert list(inner_kwargs) == ["positions", "hidden_states"]
-    assert torch.equal(keyword, inner_kwargs["positions"])
-
-
-def test_shared_module_is_one_location(llama: Any) -> None:
-    """The rotary embedding of all layers is served at the first; the others have passed it."""
-    rotary = llama.model.layers[3].self_attn.rotary_emb
-    with llama.trace(B, **GREEDY):
-        q, _ = rotary.output
-        there = llama.model.layers[0].self_attn.attn.inputs[0][0]
-        same = torch.equal(q, there).save()
-    assert rotary is llama.model.layers[0].self_attn.rotary_emb
-    assert same is True
-    with pytest.raises(InterventionError) as failure, llama.trace(B, **GREEDY):
-        llama.model.layers[2].output
-        llama.model.layers[3].self_attn.rotary_emb.output
-    assert isinstance(failure.value.__cause__, OutOfOrderError)
-
-
-# --- calling modules -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["T-LLAMA", "T-QWEN3"])
-def test_logit_lens(name: str, engine: Any, oracle: Oracles) -> None:
-    """Norm and head, called on any layer's stream, give what HuggingFace's give."""
-    model, reference = engine(name), oracle(name)
-    with model.trace(C, **GREEDY):
-        lens = []
-        for layer in model.model.layers:
-            stream = sum(layer.output)
-            lens.append(model.logits_processor(model.lm_head, model.model.norm(stream)))
-        lens.save()
-    streams = reference.reads(C, layers=())
-    for i, logits in enumerate(lens):
-        stream = streams[f"residual.{i}"]
-        with torch.no_grad():
-            right = reference.model.lm_head(reference.model.model.norm(stream))
-            without_norm = reference.model.lm_head(stream)
-        assert_close(logits, right, without_norm)
-
-
-def test_called_modules_are_not_traced(llama: Any, hf: Oracle) -> None:
-    """A call is no visit: the locations of the called modules still give the model's own pass."""
-    right = hf.reads(C)
-    with llama.trace(C, **GREEDY):
-        stream = sum(llama.model.layers[0].output)
-        called = llama.model.norm(stream).save()
-        logits_called = llama.logits_processor(llama.lm_head, called).save()
-        mlp_called = llama.model.layers[3].mlp(stream).save()
-        neurons = llama.model.layers[3].mlp.act_fn.output.save()
-        normed = llama.model.norm.output[0].save()
-        processed = llama.logits_processor.output.save()
-    assert_close(normed, right["model.norm.output"][0], called)
-    assert_close(processed, right["logits"], logits_called[-1:])
-    assert_close(neurons, right["model.layers.3.mlp.act_fn.output"], neurons.roll(1, 0))
-    assert mlp_called.shape == (len(C), 128)
-
-
-def test_called_module_leaves_the_blocks_value_alone(llama: Any) -> None:
-    """A kernel that works in place does not change the value it was called on."""
-    with llama.trace(C, **GREEDY):
-        hidden, residual = llama.model.layers[1].output
-        before = (hidden.clone(), residual.clone()).save()
-        llama.model.norm(hidden, residual)
-        after = (hidden, residual).save()
-        logits = llama.logits.save()
-    assert torch.equal(before[0], after[0])
-    assert torch.equal(before[1], after[1])
-    with llama.trace(C, **GREEDY):
-        clean = llama.logits.save()
-    assert torch.equal(logits, clean)
-
-
-def test_head_cannot_be_called_by_itself(llama: Any) -> None:
-    """The refusal of vLLM to run its head alone is the block's error."""
-    refused = pytest.raises(InterventionError, match=r"RuntimeError: .*sampler")
-    with refused as failure, llama.trace(B, **GREEDY):
-        llama.lm_head(llama.model.norm.output[0])
-    assert type(failure.value.__cause__) is RuntimeError
-
-
-def test_parameters_can_be_read(llama: Any, hf: Oracle) -> None:
-    """A module's parameters are those of the checkpoint."""
-    with llama.trace(B, **GREEDY):
-        head = llama.lm_head.weight.save()
-        gain = llama.model.norm.weight.save()
-    assert torch.equal(head, hf.model.lm_head.weight)
-    assert torch.equal(gain, hf.model.model.norm.weight)
-
-
-def test_output_of_a_module_after_something_inside_it(llama: Any, hf: Oracle) -> None:
-    """In every step a block may read inside a module and then go on to the module's own output."""
-    right = hf.reads(C, layers=[1, 2])
-    for _ in range(2):
-        with llama.trace(C, **GREEDY):
-            neurons = llama.model.layers[1].mlp.act_fn.output
-            inner = llama.model.layers[1].mlp.output.save()
-            outer = llama.model.layers[1].output.save()
-            trunk = llama.model.output.save()
-        assert torch.equal(inner, outer[0])
-        assert_close(outer, right["model.layers.1.output"], right["model.layers.2.output"])
-        assert_close(trunk, right["model.output"], right["model.norm.output"][1])

@@ -215,6 +215,25 @@ def test_steps_without_a_waiting_block_are_vanilla(llama: Any) -> None:
     assert active == [1, 0, 0, 1, 0, 0]  # the block starts in step 0, and works in step 3
 
 
+@pytest.mark.parametrize("wanted", ["nothing", "logits", "module"])
+def test_only_a_block_that_waits_for_a_module_changes_the_forward(llama: Any, wanted: str) -> None:
+    """Blocks that touch nothing, or logits only, leave the model's forward as it is."""
+    runner = llama.vllm_entrypoint.llm_engine.model_executor.driver_worker.worker.model_runner
+    accompanied, with_blocks = [], runner._with_blocks
+    runner._with_blocks = lambda forward: accompanied.append(1) or with_blocks(forward)
+    try:
+        with llama.trace(A, max_tokens=3, **GREEDY) as tracer:
+            for step in tracer.iter[:3]:
+                if wanted == "module" and step < 2:
+                    llama.model.layers[0].output
+                elif wanted == "logits":
+                    llama.logits[:, 7] = 1e4
+    finally:
+        del runner._with_blocks
+    assert len(accompanied) == (2 if wanted == "module" else 0)
+    assert (tracer.result.outputs[0].token_ids == [7, 7, 7]) == (wanted == "logits")
+
+
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("step", [0, 2])
 def test_stop_ends_the_request_there(llama: Any, oracle: Oracle, step: int, sampled: bool) -> None:

@@ -60,8 +60,16 @@ def check_mode(mode: str) -> None:
         raise UnsupportedError("mode='async' is not supported yet; use mode='sync'.")
 
 
-def check_known(arguments: Iterable[str], known: Iterable[str], what: str) -> None:
+def check_known(
+    arguments: Iterable[str], known: Iterable[str], what: str, ours: Iterable[str]
+) -> None:
     """Refuse a keyword nobody knows.
+
+    Args:
+        arguments: what was given.
+        known: what vLLM knows.
+        what: what these are, for the message.
+        ours: keywords beside them, for the message too.
 
     Raises:
         TypeError: naming it and the nearest one there is.
@@ -69,9 +77,20 @@ def check_known(arguments: Iterable[str], known: Iterable[str], what: str) -> No
     known = set(known)
     for name in arguments:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = difflib.get_close_matches(name, [*ours, *known], n=1)
             hint = f" Did you mean '{near[0]}'?" if near else ""
             raise TypeError(f"'{name}' is not {what}.{hint}")
+
+
+def check_classes(arguments: Mapping[str, Any], *, cpu: bool) -> None:
+    """Check a user's own worker and scheduler.
+
+    Raises:
+        ValueError: one of them does not subclass ours.
+    """
+    worker(arguments.get("worker_cls"), cpu=cpu)
+    if arguments.get("scheduler_cls") is not None:
+        scheduler(arguments["scheduler_cls"])
 
 
 def worker(given: Any, *, cpu: bool) -> Any:
@@ -111,12 +130,22 @@ def _checked(given: Any, ours: str, name: str) -> bool:
     )
 
 
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Check what a trace or an invoke is given beside its prompt.
+
+    Raises:
+        TypeError: an unknown keyword, or both spellings of one.
+        ValueError: vLLM's own, for a value out of range.
+    """
+    sampling({name: value for name, value in settings.items() if name != "lora_request"})
+
+
 def sampling(settings: Mapping[str, Any]) -> Any:
     """VLLM's sampling parameters from keywords; `max_new_tokens` stands for `max_tokens`.
 
     Raises:
         TypeError: an unknown keyword, or both spellings of one.
-        ValueError: vLLM's own, for a value out of range.
+        VLLMValidationError: vLLM's own, for a value out of range.
     """
     from vllm import SamplingParams
 
@@ -126,5 +155,6 @@ def sampling(settings: Mapping[str, Any]) -> Any:
             raise TypeError("max_tokens and max_new_tokens are two names of one setting: pass one.")
         settings["max_tokens"] = settings.pop("max_new_tokens")
     known = inspect.signature(SamplingParams).parameters
-    check_known(settings, known, "a sampling setting (a field of vLLM's SamplingParams)")
+    what = "a sampling setting (a field of vLLM's SamplingParams)"
+    check_known(settings, known, what, ("block", "run", "lora_request", "max_new_tokens"))
     return SamplingParams(**settings)

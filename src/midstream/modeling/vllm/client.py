@@ -6,10 +6,11 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from midstream.errors import EngineDeadError, MidstreamError, UnsupportedError
@@ -19,7 +20,7 @@ from midstream.modeling.vllm.ending import PATIENCE, Ending
 from midstream.modeling.vllm.interrupts import held
 from midstream.modeling.vllm.payloads import Record, unpack
 from midstream.modeling.vllm.payloads.segments import discard, owner_id, sweep
-from midstream.modeling.vllm.wire import KEY, RECORDS
+from midstream.modeling.vllm.wire import KEY, RECORDS, Payload
 
 _TAGS = itertools.count()  # tell this process's engines apart
 _PATIENCE = 60.0  # seconds an engine in this process may step without closing a finished request
@@ -35,11 +36,22 @@ class Outcome:
 
     Attributes:
         output: vLLM's finished `RequestOutput`; None if the request was aborted.
-        record: what its block left; None if it ended before the block began.
+        records: what its block left, one for each sequence of the request; None for one that ended
+            before the block began.
     """
 
     output: Any = None
-    record: Record | None = None
+    records: list[Record | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One request to run with a block: vLLM's prompt, sampling parameters, adapter, and payload."""
+
+    prompt: dict[str, Any]
+    params: Any
+    payload: Payload
+    lora: Any = None
 
 
 class Engine:
@@ -61,6 +73,7 @@ class Engine:
         self.broken = False
         self._names = itertools.count()
         self._outcomes: dict[str, Outcome] = {}
+        self._sequences: dict[str, tuple[Outcome, int]] = {}
         self._closed: set[str] = set()
         self._owner = owner_id(tag=next(_TAGS))
         sweep()  # of clients that were killed
@@ -75,8 +88,8 @@ class Engine:
         """Most tokens the engine runs in one step."""
         return int(self._core.vllm_config.scheduler_config.max_num_batched_tokens)
 
-    def run(self, prompt: Any, params: Any, block: bytes, lora: Any = None) -> Outcome:
-        """Run one request with a block, until its record is in.
+    def run(self, submissions: Sequence[Submission]) -> list[Outcome]:
+        """Run requests with their blocks, until the last record is in.
 
         Raises:
             EngineDeadError: the engine's process ended.
@@ -86,36 +99,44 @@ class Engine:
             raise UnsupportedError("A trace inside a trace is not supported.")
         self._running = True
         try:
-            return self._run(prompt, self._with_block(prompt, params, block), lora)
+            return self._run(submissions)
         finally:
             self._running = False
             self._outcomes.clear()
+            self._sequences.clear()
             self._closed.clear()
 
-    def _with_block(self, prompt: dict[str, Any], params: Any, block: bytes) -> Any:
-        """Sampling parameters that carry the block and keep its KV cache to itself."""
-        params = params.clone()
-        params.extra_args = {**(params.extra_args or {}), KEY: block}
-        params.skip_reading_prefix_cache = True
-        salt = f"midstream-{os.urandom(8).hex()}"
-        prompt["cache_salt"] = f"{prompt['cache_salt']}-{salt}" if "cache_salt" in prompt else salt
-        return params
-
-    def _run(self, prompt: Any, params: Any, lora: Any) -> Outcome:
-        name, request, outcome = f"trace-{next(self._names)}", "", Outcome()
+    def _run(self, submissions: Sequence[Submission]) -> list[Outcome]:
         try:
             with held():
-                with bootstrap.environment(bootstrap.runner_variables(self._vllm)):
-                    request = self._core.add_request(name, prompt, params, lora_request=lora)
-                self._outcomes[request] = outcome
-            self._until_closed(name, request, outcome)
+                for submission in submissions:
+                    self._add(submission)
+            self._until_closed()
         except BaseException as error:
             if self._has_died(error):
                 raise EngineDeadError(_DEAD) from error
-            if request and not self.broken:  # Ctrl-C above all: leave no request behind
-                self._abort(name, request, outcome)
+            if self._sequences and not self.broken:  # Ctrl-C above all: leave no request behind
+                self._abort()
             raise
-        return outcome
+        return list(self._outcomes.values())
+
+    def _add(self, submission: Submission) -> None:
+        """Give vLLM one request, its KV cache kept to itself."""
+        from vllm.sampling_params import RequestOutputKind
+
+        name = f"trace-{next(self._names)}"
+        params, prompt = submission.params.clone(), dict(submission.prompt)
+        payload = msgspec.msgpack.encode(submission.payload)
+        params.extra_args = {**(params.extra_args or {}), KEY: payload}
+        params.skip_reading_prefix_cache = True
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        salt = f"midstream-{os.urandom(8).hex()}"
+        prompt["cache_salt"] = f"{prompt['cache_salt']}-{salt}" if "cache_salt" in prompt else salt
+        with bootstrap.environment(bootstrap.runner_variables(self._vllm)):
+            request = self._core.add_request(name, prompt, params, lora_request=submission.lora)
+        outcome = self._outcomes[name] = Outcome(records=[None] * params.n)
+        ids = [request] if params.n == 1 else [f"{index}_{request}" for index in range(params.n)]
+        self._sequences.update({i: (outcome, index) for index, i in enumerate(ids)})
 
     def _has_died(self, error: BaseException) -> bool:
         """Whether the engine cannot go on after an error; vLLM's own do not end a step halfway."""
@@ -124,26 +145,27 @@ class Engine:
         self.broken = self.broken or isinstance(error, VLLMEngineDeadError)
         return self.broken and isinstance(error, Exception)
 
-    def _abort(self, name: str, request: str, outcome: Outcome) -> None:
-        """End a request early; a second Ctrl-C meanwhile gives the engine up."""
+    def _abort(self) -> None:
+        """End the requests early; a second Ctrl-C meanwhile gives the engine up."""
         self.broken = True
-        self._core.abort_request([name])
-        # vLLM's output side may have finished it already, and then tells the engine nothing
-        self._core.engine_core.abort_requests([request])
-        self._until_closed(name, request, outcome)
+        self._core.abort_request(list(self._outcomes))
+        # vLLM's output side may have finished them already, and then tells the engine nothing
+        self._core.engine_core.abort_requests(list(self._sequences))
+        self._until_closed()
         self.broken = False
 
-    def _until_closed(self, name: str, request: str, outcome: Outcome) -> None:
+    def _until_closed(self) -> None:
         deadline = time.monotonic() + _PATIENCE
-        while request not in self._closed:
+        while not self._closed.issuperset(self._sequences):
             outputs = self._step()
             for output in outputs:
-                if output.request_id == name and output.finished:
-                    outcome.output = output
+                if output.finished and output.request_id in self._outcomes:
+                    self._outcomes[output.request_id].output = output
             if outputs or self._core.has_unfinished_requests():
                 deadline = time.monotonic() + _PATIENCE
             elif time.monotonic() > deadline:
-                raise MidstreamError(f"The engine did not close the request '{request}'.")
+                missing = sorted(set(self._sequences) - self._closed)
+                raise MidstreamError(f"The engine did not close the requests {missing}.")
 
     def _step(self) -> Any:
         """One step of the engine, which in this process must not be left halfway."""
@@ -172,9 +194,9 @@ class Engine:
     def _take(self, message: dict[str, Any]) -> None:
         self._closed.update(message["closed"])
         for record in unpack(message["records"]) if message["records"] else ():
-            outcome = self._outcomes.get(record.request_id)
-            if outcome is not None:
-                outcome.record = record
+            if record.request_id in self._sequences:
+                outcome, index = self._sequences[record.request_id]
+                outcome.records[index] = record
 
     def close(self) -> None:
         """End the engine's processes and free what this one holds of it; twice is no error."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,48 +12,61 @@ from midstream.errors import TransportError
 _FORMAT = "midstream-trace-1"
 
 
-class TraceData(msgspec.Struct):
-    """One captured trace.
+class Request(msgspec.Struct):
+    """One request of a trace.
 
     Attributes:
         prompt: the prompt in vLLM's form.
-        settings: sampling settings.
-        block: the block as `midstream.tracing.shipping.dumps` wrote it, with its versions.
+        settings: sampling settings, and `lora_request`.
+        block: the block, as `midstream.tracing.shipping.dumps` wrote it.
+        keep: see ``wire.Payload``.
+        where: the block's file and line, for messages.
     """
 
     prompt: dict[str, Any]
     settings: dict[str, Any]
     block: bytes
+    keep: list[str] = []
+    where: str = "a captured trace"
+
+
+class _TraceData(msgspec.Struct):
+    requests: list[Request]
     format: str = _FORMAT
 
 
-def write(prompt: Mapping[str, Any], settings: Mapping[str, Any], block: bytes) -> bytes:
+def write(requests: Sequence[Request]) -> bytes:
     """Write a captured trace.
 
     Raises:
-        TransportError: a setting or part of the prompt is no plain data.
+        TransportError: a setting or part of a prompt is no plain data.
     """
-    for name, value in {**settings, **prompt}.items():
-        try:
-            msgspec.msgpack.encode(value)
-        except (TypeError, OverflowError) as error:
-            raise TransportError(
-                f"'{name}' is a {type(value).__name__}, which cannot travel in a trace's bytes "
-                "(numbers, text and lists of them can). Pass it where the trace is run."
-            ) from error
-    return msgspec.msgpack.encode(TraceData(dict(prompt), dict(settings), block))
+    for request in requests:
+        for name, value in {**request.settings, **request.prompt}.items():
+            _check_plain(name, value)
+    return msgspec.msgpack.encode(_TraceData(list(requests)))
 
 
-def read(data: bytes) -> TraceData:
-    """Read a captured trace.
+def _check_plain(name: str, value: Any) -> None:
+    try:
+        msgspec.msgpack.encode(value)
+    except (TypeError, OverflowError) as error:
+        raise TransportError(
+            f"'{name}' is a {type(value).__name__}, which cannot travel in a trace's bytes "
+            "(numbers, text and lists of them can). Pass it where the trace is run."
+        ) from error
+
+
+def read(data: bytes) -> list[Request]:
+    """The requests of a captured trace.
 
     Raises:
         ValueError: ``data`` is none.
     """
     try:
-        trace = msgspec.msgpack.decode(data, type=TraceData)
+        trace = msgspec.msgpack.decode(data, type=_TraceData)
     except (msgspec.DecodeError, TypeError) as error:
         raise ValueError(f"These bytes are no captured trace: {error}") from error
     if trace.format != _FORMAT:
         raise ValueError(f"These bytes are a trace of format {trace.format!r}, not {_FORMAT!r}.")
-    return trace
+    return trace.requests

@@ -77,18 +77,27 @@ def _initialize(config: Any) -> torch.nn.Module:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    with (
+        _own_rotary_embeddings(rotary_embedding._ROPE_DICT),
+        set_current_vllm_config(config),
+        set_default_torch_dtype(config.model_config.dtype),
+        torch.device("meta"),
+        _ReadableMeta(),
+    ):
+        root: torch.nn.Module = initialize_model(vllm_config=config)
+        return root.eval()
+
+
+@contextmanager
+def _own_rotary_embeddings(shared: dict[Any, Any]) -> Iterator[None]:
+    """Keep the tree's rotary embeddings apart from an engine's: vLLM shares them process-wide."""
+    before = dict(shared)
+    shared.clear()
     try:
-        with (
-            set_current_vllm_config(config),
-            set_default_torch_dtype(config.model_config.dtype),
-            torch.device("meta"),
-            _ReadableMeta(),
-        ):
-            root: torch.nn.Module = initialize_model(vllm_config=config)
-            return root.eval()
+        yield
     finally:
-        # vLLM shares rotary embeddings process-wide; an engine must not find these
-        rotary_embedding._ROPE_DICT.clear()
+        shared.clear()
+        shared.update(before)
 
 
 class _ReadableMeta(TorchFunctionMode):

@@ -13,12 +13,12 @@ from midstream.interleaving.node import Node
 from midstream.modeling.vllm import arguments as args
 from midstream.modeling.vllm import bootstrap, meta, prompts
 from midstream.modeling.vllm.building import refuse_reimport
-from midstream.modeling.vllm.client import Engine, Outcome
-from midstream.modeling.vllm.data import read
+from midstream.modeling.vllm.client import Engine, Outcome, Submission
+from midstream.modeling.vllm.data import Request, read
 from midstream.modeling.vllm.locations import EngineModel
 from midstream.modeling.vllm.tokenizers import tokenizer_of
 from midstream.modeling.vllm.tracer import Tracer
-from midstream.modeling.vllm.wire import MODEL, NODE, TOKENIZER, TRACER
+from midstream.modeling.vllm.wire import KEY, MODEL, NODE, TOKENIZER, TRACER, Payload
 from midstream.tracing import Block
 
 _SPECIAL = 8  # tokens that a tokenizer may put around a text; the text has at most one a byte
@@ -48,6 +48,7 @@ class VLLM(EngineModel):
             or the engine did not come up.
         UnsupportedError: an engine argument that blocks cannot work with.
         TypeError: an unknown engine argument.
+        ValueError: an unknown mode, or a `worker_cls` or `scheduler_cls` not derived from ours.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class VLLM(EngineModel):
             )
         self.taps: tuple[str, ...] = tuple(taps)
         bootstrap.prepare_process(self._vllm)
-        self._settings = engine
+        self._settings = _with_rename(engine, rename)
         _check_engine_arguments(engine)
+        args.check_classes(engine, cpu=self._vllm.cpu)
         with bootstrap.environment(bootstrap.runner_variables(self._vllm)):
             root, self._model_config = meta.build(self.repo, engine)
         super().__init__(root, rename)
@@ -135,17 +137,19 @@ class VLLM(EngineModel):
 
     def trace(
         self,
-        prompt: Any,
+        prompt: Any = None,
         *more: Any,
         block: Callable[..., Any] | None = None,
         run: bool = True,
         **settings: Any,
     ) -> Tracer:
-        """Run one prompt with a block beside its forward passes.
+        """Run one prompt with a block beside its forward passes, or several in invokes.
 
         Args:
             prompt: text, token ids, a tokenizer's output, chat messages, or vLLM's prompt mapping.
-            more: nothing; several prompts take a loop.
+                Without one the body opens requests with ``tracer.invoke(prompt)``; they are
+                submitted together when it ends.
+            more: nothing; several prompts take an invoke each.
             block: a function ``block(model, tracer)`` to run in place of a `with` body.
             run: False captures only, for ``tracer.to_bytes()``; no engine is needed.
             settings: vLLM's sampling settings (`temperature`, `max_tokens` or `max_new_tokens`,
@@ -159,11 +163,17 @@ class VLLM(EngineModel):
             TypeError: an unknown setting.
             InterventionError: the block failed (at the end of the `with`).
         """
-        args.sampling({k: v for k, v in settings.items() if k != "lora_request"})
-        tracer = Tracer(self, prompts.single(prompt, self.tokenizer, more), settings, run=run)
+        args.check_settings(settings)
+        if prompt is None and block is not None:
+            raise PromptError("trace(block=...) needs a prompt.")
+        checked = None if prompt is None else self._prompt(prompt, more)
+        tracer = Tracer(self, checked, settings, run=run)
         if block is not None:
             tracer._take(Block(function=block))
         return tracer
+
+    def _prompt(self, prompt: Any, more: tuple[Any, ...]) -> dict[str, Any]:
+        return prompts.single(prompt, self.tokenizer, more)
 
     def run(self, data: bytes) -> Tracer:
         """Run a trace that another process captured (same midstream and Python version).
@@ -178,26 +188,22 @@ class VLLM(EngineModel):
             ValueError: ``data`` is no captured trace, or one of another version.
             InterventionError: the block failed.
         """
-        trace = read(data)
-        tracer = Tracer(self, trace.prompt, trace.settings)
-        tracer._block = trace.block
-        tracer._execute()
+        tracer = Tracer(self, None, {})
+        tracer._requests = read(data)
+        tracer._execute({})
         return tracer
 
-    def _submit(
-        self, prompt: dict[str, Any], settings: Mapping[str, Any], payload: bytes
-    ) -> Outcome:
-        """Run a written block with its request."""
-        settings = dict(settings)
-        lora = settings.pop("lora_request", None)
-        params = args.sampling(settings)
+    def _submit(self, requests: Sequence[Request]) -> list[Outcome]:
+        """Run requests with their blocks, together."""
+        submissions = [_submission(request) for request in requests]
         with self._lock:
             self.dispatch()
             engine = self._engine
             assert engine is not None
-            self._check_length(prompt)
+            for submission in submissions:
+                self._check_length(submission.prompt)
             try:
-                return engine.run(dict(prompt), params, payload, lora)
+                return engine.run(submissions)
             finally:
                 if engine.broken:
                     self.close()
@@ -234,8 +240,24 @@ class VLLM(EngineModel):
         raise TypeError("A VLLM cannot be pickled. Inside its own trace it can be used by name.")
 
 
+def _submission(request: Request) -> Submission:
+    settings = dict(request.settings)
+    lora = settings.pop("lora_request", None)
+    payload = Payload(request.block, request.keep)
+    return Submission(request.prompt, args.sampling(settings), payload, lora)
+
+
+def _with_rename(engine: Mapping[str, Any], rename: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Engine arguments that take the further names of modules to where blocks run."""
+    if not rename:
+        return dict(engine)
+    ours = {KEY: {"rename": dict(rename)}}
+    return {**engine, "additional_config": {**(engine.get("additional_config") or {}), **ours}}
+
+
 def _check_engine_arguments(engine: Mapping[str, Any]) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
-    args.check_known(engine, known, "an argument of vLLM's engine")
+    ours = ("dispatch", "mode", "rename", "taps")
+    args.check_known(engine, known, "an argument of vLLM's engine", ours)

@@ -7,14 +7,22 @@ from collections.abc import Mapping
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from midstream.errors import CaptureError, EngineDeadError, InterventionError, NotInTraceError
-from midstream.modeling.vllm.data import write
-from midstream.modeling.vllm.payloads import BlockError
-from midstream.tracing import Block, Capture, bind, forget_skip
+from midstream.errors import (
+    CaptureError,
+    EngineDeadError,
+    NotInTraceError,
+    PromptError,
+    UnsupportedError,
+)
+from midstream.modeling.vllm.arguments import check_settings
+from midstream.modeling.vllm.data import Request, write
+from midstream.modeling.vllm.failures import raise_failures
+from midstream.modeling.vllm.invoke import Invoke
+from midstream.modeling.vllm.merging import merge
+from midstream.tracing import Block, Capture, Execution, bind, forget_skip
 from midstream.tracing.shipping import dumps
 
 if TYPE_CHECKING:
-    from midstream.modeling.vllm.client import Outcome
     from midstream.modeling.vllm.model import VLLM
 
 
@@ -27,17 +35,23 @@ class Tracer:
 
     Attributes:
         saves: the saved values by name.
-        result: vLLM's finished `RequestOutput` (text, token ids, finish reason); None before the
-            trace has run and for a request that was aborted.
+        result: vLLM's finished `RequestOutput` (text, token ids, finish reason), a list of them in
+            the order of the invokes if there are several; None before the trace has run and for a
+            request that was aborted.
     """
 
     def __init__(
-        self, model: VLLM, prompt: dict[str, Any], settings: Mapping[str, Any], *, run: bool = True
+        self,
+        model: VLLM,
+        prompt: dict[str, Any] | None,
+        settings: Mapping[str, Any],
+        *,
+        run: bool = True,
     ):
         self._model, self._prompt, self._settings = model, prompt, dict(settings)
         self._run = run
-        self._block: bytes | None = None
-        self._where = "a captured trace"
+        self._requests: list[Request] = []
+        self._collecting: dict[str, Any] | None = None
         self._capture: Capture | None = None
         self._frame: FrameType | None = None
         self.saves: dict[str, Any] = {}
@@ -71,31 +85,93 @@ class Tracer:
         return True
 
     def _take(self, block: Block) -> None:
-        """Run a captured block, or keep it."""
-        self._block = dumps(block, self._model._reference)
-        if (code := block.code or block.listing) is not None:
-            self._where = f"{code.filename}, line {code.first_line}"
+        """Run a captured block, or keep it; without a prompt it gives the trace its requests."""
+        shared: dict[str, Any] = {}
+        if self._prompt is None:
+            shared = self._collect(block)
+        else:
+            self._add(self._prompt, {}, block)
         if self._run:
-            self._execute()
+            self._execute(shared)
 
-    def _execute(self) -> None:
-        """Run the block on this trace's prompt, keeping what it saved.
+    def invoke(self, prompt: Any = None, *more: Any, **settings: Any) -> Invoke:
+        """One request of a trace that was opened without a prompt.
+
+        Args:
+            prompt: as in ``VLLM.trace``.
+            settings: this request's sampling settings and `lora_request`; what they leave out is
+                taken from the trace's.
+
+        Returns:
+            A context manager whose body is the request's block.
 
         Raises:
-            InterventionError: the block failed; what it had saved by then is kept.
+            PromptError: not exactly one prompt.
+            TypeError: an unknown setting.
+            UnsupportedError: the trace has a prompt of its own, or runs already.
+        """
+        if self._collecting is None:
+            raise UnsupportedError(
+                "`tracer.invoke()` belongs into the body of a trace that was opened without a "
+                "prompt: `with model.trace() as tracer:`."
+            )
+        checked = None if prompt is None else self._model._prompt(prompt, more)
+        check_settings(settings)
+        return Invoke(self, checked, settings)
+
+    def _collect(self, block: Block) -> dict[str, Any]:
+        """Execute the trace's own body here, which opens its invokes.
+
+        Returns:
+            The containers it has saved, by name: its requests fill them together.
+        """
+        outer = Execution(block, model=self._model, tracer=self)
+        self._collecting = outer.namespace
+        try:
+            outer.run()
+        finally:
+            self._collecting = None
+        shared = outer.saves()
+        if not self._requests:
+            raise PromptError(
+                "The trace has neither a prompt nor an invoke, so there is nothing to run. Give it "
+                "a prompt, or open `with tracer.invoke(prompt):` in its body."
+            )
+        for request in self._requests:
+            request.keep = sorted(shared)
+        return shared
+
+    def _add(self, prompt: dict[str, Any], settings: Mapping[str, Any], block: Block) -> None:
+        """Take one request in, in the order of submission."""
+        written = dumps(block, self._model._reference)
+        code = block.code or block.listing
+        where = f"{code.filename}, line {code.first_line}" if code is not None else "a function"
+        merged = {**self._settings, **settings}
+        if "max_tokens" in settings or "max_new_tokens" in settings:  # two names of one setting
+            for name in ("max_tokens", "max_new_tokens"):
+                if name not in settings:
+                    merged.pop(name, None)
+        self._requests.append(Request(prompt, merged, written, where=where))
+
+    def _execute(self, shared: Mapping[str, Any]) -> None:
+        """Run the requests, keeping what their blocks saved.
+
+        Raises:
+            InterventionError: blocks failed; what the others and they themselves saved is kept.
             EngineDeadError: the engine did not survive it.
         """
-        assert self._block is not None
         try:
-            outcome = self._model._submit(self._prompt, self._settings, self._block)
+            outcomes = self._model._submit(self._requests)
         except EngineDeadError as dead:
-            raise EngineDeadError(f"{dead} The block that ran: {self._where}.") from dead.__cause__
-        self.result = outcome.output
-        if outcome.record is not None:
-            self.saves = outcome.record.saves
-            for warning in outcome.record.warnings:
-                warning.emit()
-        _raise(outcome)
+            where = "; ".join(dict.fromkeys(request.where for request in self._requests))
+            raise EngineDeadError(f"{dead} The block that ran: {where}.") from dead.__cause__
+        results = [outcome.output for outcome in outcomes]
+        self.result = results[0] if self._prompt is not None or len(results) == 1 else results
+        records = [record for outcome in outcomes for record in outcome.records if record]
+        self.saves = merge([record.saves for record in records], shared)
+        for warning in (warning for record in records for warning in record.warnings):
+            warning.emit()
+        raise_failures([record.error for record in records if record.error is not None])
 
     @property
     def iter(self) -> NoReturn:
@@ -117,31 +193,8 @@ class Tracer:
             CaptureError: nothing has been captured yet.
             TransportError: a setting cannot travel.
         """
-        if self._block is None:
+        if not self._requests:
             raise CaptureError(
                 "Nothing has been captured yet: call `to_bytes()` after the `with` statement."
             )
-        return write(self._prompt, self._settings, self._block)
-
-
-def _raise(outcome: Outcome) -> None:
-    record = outcome.record
-    if record is not None and record.error is not None:
-        raise intervention(record.error)
-
-
-def intervention(error: BlockError) -> BaseException:
-    """The exception a failed block becomes in the caller.
-
-    Its text begins with the original type and message; its cause is the original where the type
-    can be imported. Ctrl-C that met a block in this process stays Ctrl-C.
-    """
-    cause = error.rebuild()
-    if isinstance(cause, KeyboardInterrupt):
-        return cause
-    text = f"{error.type_name}: {error.message}"
-    if error.traceback:
-        text += f"\n\nIn the block:\n{error.traceback}"
-    raised = InterventionError(text)
-    raised.__cause__ = cause
-    return raised
+        return write(self._requests)

@@ -1,7 +1,26 @@
-"""Names under which midstream's data rides in vLLM's own messages."""
+"""Names under which midstream's data rides in vLLM's own messages, and a request's share of it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Payload(msgspec.Struct, array_like=True):
+    """What one request brings to the engine.
+
+    Attributes:
+        block: the block, as `midstream.tracing.shipping.dumps` wrote it.
+        keep: names that come back though the block does not save them: containers of the trace
+            that all its requests fill.
+    """
+
+    block: bytes
+    keep: list[str] = []
+
 
 KEY = "midstream"
-"""A block in `SamplingParams.extra_args`; records in `ModelRunnerOutput` and `EngineCoreOutput`."""
+"""A block in `SamplingParams.extra_args`; records in `ModelRunnerOutput` and `EngineCoreOutput`;
+the modules' further names in the engine's `additional_config`."""
 
 RECORDS = "midstream-records"
 """Request id of the one extra output a step carries when blocks have closed in it."""

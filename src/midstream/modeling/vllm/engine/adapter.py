@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class BlockRunner:
     vllm_config: Any
     sampler: Any
     cudagraph_manager: Any
+    req_states: Any
+    device: torch.device
 
     blocks: BlockHost
     client: str
@@ -47,9 +49,13 @@ class BlockRunner:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, and make its tree."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        self.blocks = BlockHost(self.model, lambda: tokenizer_of(self.model_config))
+        given = self.vllm_config.additional_config
+        rename = given.get(KEY, {}).get("rename") if isinstance(given, dict) else None
+        self.blocks = BlockHost(self.model, lambda: tokenizer_of(self.model_config), rename)
         self._kernels = EagerKernels(self.model, self.vllm_config)
         self._active: dict[str, Run] = {}
+        self._eager = False
+        self._runs_ahead = bool(self.vllm_config.scheduler_config.async_scheduling)
         self._rows: dict[Run, Rows] = {}
         self._sizes: tuple[int, ...] = ()
         self._closed: list[Record] = []
@@ -66,7 +72,7 @@ class BlockRunner:
         def without_graph_for_blocks(
             num_reqs: int, num_tokens: int, *args: Any, num_active_loras: int = 0, **kwargs: Any
         ) -> Any:
-            if self._active:
+            if self._eager:
                 return BatchExecutionDescriptor(
                     cg_mode=CUDAGraphMode.NONE,
                     num_tokens=num_tokens,
@@ -83,7 +89,7 @@ class BlockRunner:
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step's forward."""
-        self._active = {}
+        self._active, self._eager = {}, False
         try:
             output = super().execute_model(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
@@ -106,7 +112,7 @@ class BlockRunner:
         super().add_requests(scheduler_output)  # type: ignore[misc]
         for new in scheduler_output.scheduled_new_reqs:
             if new.sampling_params is not None:
-                self.blocks.admit(new.req_id, new.sampling_params.extra_args)
+                self.blocks.admit(new.req_id, new.sampling_params)
 
     def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
         """Gather the batch; from here on it is known which blocks are active in the step."""
@@ -115,9 +121,45 @@ class BlockRunner:
         )
         if not dummy_run:
             self._active = self.blocks.active(_drawing(gathered[0]))
+            if self._active and self._runs_ahead:
+                self._leave_ended_requests(gathered[0])
         if self._active:
-            self.model.forward = self._with_blocks(self.model.forward)
+            self._begin_step(gathered[0])
         return gathered
+
+    def _leave_ended_requests(self, batch: Any) -> None:
+        """Take requests that the token before has ended out of the active ones.
+
+        Asynchronous scheduling plans a step before it has seen the last one's token, so a request
+        may be in the step that should not be. Only blocks that go on pay for the look.
+        """
+        rows = dict(zip(batch.req_ids, batch.idx_mapping_np, strict=True))
+        asked = [i for i, run in self._active.items() if run.visit and self.blocks.ending_ids(i)]
+        if not asked:
+            return
+        places = torch.as_tensor([int(rows[i]) for i in asked], device=self.device)
+        tokens = self.req_states.last_sampled_tokens[places, 0].tolist()
+        for request_id, token in zip(asked, tokens, strict=True):
+            if token in self.blocks.ending_ids(request_id):
+                del self._active[request_id]
+
+    def _begin_step(self, batch: Any) -> None:
+        """Let the active blocks execute up to their first access.
+
+        Only if one of them waits for a module does the forward have to run eagerly: a block that
+        has ended, or waits for logits or samples, leaves it as it is.
+        """
+        for request_id, seen in zip(
+            batch.req_ids, batch.num_computed_prefill_tokens_np, strict=True
+        ):
+            run = self._active.get(request_id)
+            if run is not None and not run.visit and seen:
+                run.fail(_split(int(seen)))
+        interleaver = self.blocks.interleaver
+        interleaver.begin_step(list(self._active.values()))
+        self._eager = interleaver.wants_modules
+        if self._eager:
+            self.model.forward = self._with_blocks(self.model.forward)
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare the batch; from here on each request's rows are known."""
@@ -137,10 +179,6 @@ class BlockRunner:
             self._rows[run] = Rows(int(starts[index]), int(starts[index + 1]))
             if run.visit:  # after a preemption earlier tokens are run again, for nobody to see
                 self._rows[run] = Rows(self._rows[run].stop - 1, self._rows[run].stop)
-            seen = int(batch.num_computed_tokens_np[index])
-            whole = int(batch.prefill_len_np[index])
-            if not run.started and (seen or self._rows[run].stop - self._rows[run].start < whole):
-                run.fail(_split(whole, seen, self._rows[run]))
         self._sizes = (batch.num_tokens, batch.num_tokens_after_padding)
 
     def _with_blocks(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,7 +188,6 @@ class BlockRunner:
             get_forward_context().skip_compiled = True  # read when a compiled module is called
             interleaver = self.blocks.interleaver
             with interleaver.phase(self._rows, self._sizes), self._kernels():
-                interleaver.begin_step(list(self._rows))
                 args, kwargs = interleaver.hand_over(_ROOT_INPUT, (args, kwargs))
                 return interleaver.hand_over(_ROOT_OUTPUT, forward(*args, **kwargs))
 
@@ -194,7 +231,8 @@ class BlockRunner:
         interleaver = self.blocks.interleaver
 
         def logits(*args: Any, **kwargs: Any) -> Any:
-            with interleaver.phase(rows, sizes), self._kernels():
+            kernels = self._kernels() if self._eager else nullcontext()
+            with interleaver.phase(rows, sizes), kernels:
                 value = compute(*args, **kwargs)
             return interleaver.hand_over(LOGITS, value, rows, sizes)
 
@@ -244,9 +282,8 @@ def _drawing(batch: Any) -> list[str]:
     return [request_id for request_id, seen, whole in ends if seen >= whole]
 
 
-def _split(whole: int, seen: int, rows: Rows) -> MidstreamError:
+def _split(seen: int) -> MidstreamError:
     return MidstreamError(
-        f"The prompt's {whole} tokens were not run in one step: {seen} came from the cache and "
-        f"{rows.stop - rows.start} were scheduled. A block has to see its prompt whole; raise "
-        "`max_num_batched_tokens`."
+        f"The prompt was not run in one step: {seen} of its tokens had been run before. A block "
+        "has to see its prompt whole; raise `max_num_batched_tokens`."
     )

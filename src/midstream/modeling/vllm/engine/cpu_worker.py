@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from midstream.modeling.vllm.engine import process
 from midstream.modeling.vllm.engine.adapter import BlockRunner
+from midstream.modeling.vllm.engine.cpu_sampling import replace_kernels
 from midstream.modeling.vllm.engine.worker import BlockWorkerMixin, refuse_other_runner
 
 
 class CPUBlockRunner(BlockRunner, CPUModelRunner):  # type: ignore[misc]
     """vLLM's model runner on a CPU, with blocks."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, and take out the kernels that do not run here."""
+        super().load_model(*args, **kwargs)
+        replace_kernels(self)
 
 
 class CPUBlockWorker(BlockWorkerMixin, CPUWorker):  # type: ignore[misc]

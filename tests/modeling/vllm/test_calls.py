@@ -1,0 +1,105 @@
+"""A block may call modules on values of its own, and look at their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from midstream.errors import InterventionError
+from tests.modeling.vllm.conftest import Neighbour, plain_tokens
+from tests.support.checkpoints import CHECKPOINTS, B, C
+from tests.support.compare import assert_close
+from tests.support.oracle import Oracle
+
+NAMES = tuple(CHECKPOINTS)
+GREEDY = {"temperature": 0.0, "max_tokens": 1}
+TOLERANCE = 1e-4
+Oracles = Callable[[str], Oracle]
+
+
+@pytest.mark.parametrize("name", ["T-LLAMA", "T-QWEN3"])
+def test_logit_lens(name: str, engine: Any, oracle: Oracles) -> None:
+    """Norm and head, called on any layer's stream, give what HuggingFace's give."""
+    model, reference = engine(name), oracle(name)
+    with model.trace(C, **GREEDY):
+        lens = []
+        for layer in model.model.layers:
+            stream = sum(layer.output)
+            lens.append(model.logits_processor(model.lm_head, model.model.norm(stream)))
+        lens.save()
+    streams = reference.reads(C, layers=())
+    for i, logits in enumerate(lens):
+        stream = streams[f"residual.{i}"]
+        with torch.no_grad():
+            right = reference.model.lm_head(reference.model.model.norm(stream))
+            without_norm = reference.model.lm_head(stream)
+        assert_close(logits, right, without_norm)
+
+
+def test_called_modules_are_not_traced(llama: Any, hf: Oracle) -> None:
+    """A call is no visit: the locations of the called modules still give the model's own pass."""
+    right = hf.reads(C)
+    with llama.trace(C, **GREEDY):
+        stream = sum(llama.model.layers[0].output)
+        called = llama.model.norm(stream).save()
+        logits_called = llama.logits_processor(llama.lm_head, called).save()
+        mlp_called = llama.model.layers[3].mlp(stream).save()
+        neurons = llama.model.layers[3].mlp.act_fn.output.save()
+        normed = llama.model.norm.output[0].save()
+        processed = llama.logits_processor.output.save()
+    assert_close(normed, right["model.norm.output"][0], called)
+    assert_close(processed, right["logits"], logits_called[-1:])
+    assert_close(neurons, right["model.layers.3.mlp.act_fn.output"], neurons.roll(1, 0))
+    assert mlp_called.shape == (len(C), 128)
+
+
+def test_called_module_leaves_the_blocks_value_alone(llama: Any) -> None:
+    """A kernel that works in place does not change the value it was called on."""
+    with llama.trace(C, **GREEDY):
+        hidden, residual = llama.model.layers[1].output
+        before = (hidden.clone(), residual.clone()).save()
+        llama.model.norm(hidden, residual)
+        after = (hidden, residual).save()
+        logits = llama.logits.save()
+    assert torch.equal(before[0], after[0])
+    assert torch.equal(before[1], after[1])
+    with llama.trace(C, **GREEDY):
+        clean = llama.logits.save()
+    assert torch.equal(logits, clean)
+
+
+def test_head_cannot_be_called_by_itself(llama: Any) -> None:
+    """The refusal of vLLM to run its head alone is the block's error."""
+    refused = pytest.raises(InterventionError, match=r"RuntimeError: .*sampler")
+    with refused as failure, llama.trace(B, **GREEDY):
+        llama.lm_head(llama.model.norm.output[0])
+    assert type(failure.value.__cause__) is RuntimeError
+
+
+@pytest.mark.parametrize("path", ["", "model", "model.layers.1", "model.layers.1.self_attn.attn"])
+def test_attention_cannot_be_called(llama: Any, path: str) -> None:
+    """What uses the cache of the whole step is refused before it runs; the batch is unharmed."""
+    alone = plain_tokens(llama, B, max_tokens=6)
+    other = Neighbour(llama, B, max_tokens=6)
+
+    def block(model: Any, tracer: Any) -> None:
+        rows = model.model.layers[1].output[0]
+        model.get(path)(torch.arange(40), rows.repeat(8, 1), rows.repeat(8, 1))
+
+    where = path.replace(".", r"\.") or "model"
+    refused = rf"UnsupportedError: '{where}' cannot be called in a block: it contains attention"
+    with pytest.raises(InterventionError, match=refused):
+        llama.trace(C, block=block, **GREEDY)
+    assert other.tokens() == alone
+
+
+def test_parameters_can_be_read(llama: Any, hf: Oracle) -> None:
+    """A module's parameters are those of the checkpoint."""
+    with llama.trace(B, **GREEDY):
+        head = llama.lm_head.weight.save()
+        gain = llama.model.norm.weight.save()
+    assert torch.equal(head, hf.model.lm_head.weight)
+    assert torch.equal(gain, hf.model.model.norm.weight)

@@ -1,0 +1,79 @@
+"""Values that cannot travel between client and engine are named."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from midstream.errors import InterventionError, TransportError
+from tests.support.checkpoints import A
+
+SETTINGS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4}
+HERE = Path(__file__)
+
+
+def _lock() -> Any:
+    return threading.Lock()
+
+
+def _generator() -> Any:
+    return (i for i in range(3))
+
+
+def _nested() -> Any:
+    return {"layers": [1, threading.Lock()]}
+
+
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [(_lock, "saves['bad']"), (_generator, "saves['bad']"), (_nested, "saves['bad']['layers'][1]")],
+)
+def test_save_that_cannot_travel(serving: Any, make: Any, where: str) -> None:
+    """It is an error that names the variable; the other saves are bound."""
+    with pytest.raises(InterventionError, match="TransportError") as failure:
+        with serving.trace(A, **SETTINGS):
+            rows = serving.model.layers[1].output[0].save()
+            bad = make().save()
+            logits = serving.logits.save()
+    assert where in str(failure.value)
+    assert isinstance(failure.value.__cause__, TransportError)
+    assert rows.shape == (5, 128)
+    assert logits.shape == (1, 128)
+
+
+@pytest.mark.parametrize("make", [_lock, _generator])
+def test_captured_value_that_cannot_travel(serving: Any, make: Any) -> None:
+    """It is refused before anything is sent, with the name of the variable and what to do."""
+    resource = make()
+    with pytest.raises(TransportError, match=r"variable `resource`.*before the `with`") as failure:
+        with serving.trace(A, **SETTINGS) as tracer:
+            serving.model.layers[1].output
+            resource.foo()
+    assert tracer.result is None
+    assert "_BodySkipped" not in "".join(traceback.format_exception(failure.value))
+
+
+def test_value_that_fails_to_rebuild_in_the_engine(serving: Any) -> None:
+    """A value whose own unpickling raises is that request's error, with the variable's name."""
+    with pytest.raises(InterventionError, match=r"TransportError: the variable `bomb`") as failure:
+        with serving.trace(A, **SETTINGS):
+            bomb.x
+    assert "on arrival" in str(failure.value)
+
+
+def _explode() -> None:
+    raise RuntimeError("on arrival")
+
+
+class Bomb:
+    """Travels well, and fails when it is unpacked."""
+
+    def __reduce__(self) -> Any:
+        return _explode, ()
+
+
+bomb = Bomb()
