@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from midstream.modeling.vllm.ending import _waking
 from tests.modeling.vllm.scripts.reporting import engine_processes
 from tests.modeling.vllm.scripts.running import Program, gone, kill
 from tests.support.checkpoints import EOS
@@ -120,6 +123,17 @@ def test_client_killed(served: Program) -> None:
     kill(served.process.pid)
     assert gone(facts["processes"], seconds=10)
     assert not Path(facts["segment"]).exists()
+    assert facts["shared_memory"]
+    served.process.wait(10)  # and Python's tracker has removed vLLM's own
+    assert vanished([Path("/dev/shm") / name for name in facts["shared_memory"]], seconds=10)
+
+
+def vanished(paths: list[Path], seconds: float) -> bool:
+    """Whether none of the files is there, at the latest after that time."""
+    deadline = time.monotonic() + seconds
+    while any(path.exists() for path in paths) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not any(path.exists() for path in paths)
 
 
 def test_client_of_a_fork_killed() -> None:
@@ -156,6 +170,20 @@ def started(program: Program, within: float) -> list[int]:
             return [process.pid for process in found]
         time.sleep(0.05)
     pytest.fail(f"No engine process in {within} s.\n{program.tail()}")
+
+
+def test_core_that_missed_its_signal() -> None:
+    """A core that began to wait as it was told to end is woken, and ends."""
+    program = Program(SCRIPTS / "waiting.py")
+    try:
+        program.facts("waits")
+        pid = program.process.pid
+        os.kill(pid, signal.SIGTERM)
+        assert not gone([pid], seconds=1.5)
+        with _waking([program.process]):
+            assert gone([pid], seconds=5)
+    finally:
+        program.end()
 
 
 def test_script_without_a_guard(unguarded: Program) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from typing import Any
+
+from midstream.modeling.vllm.engine import process
 
 PATIENCE = 30.0  # seconds for a healthy engine's processes to put down what they hold
 
@@ -38,7 +43,8 @@ class Ending:
             client: vLLM's client of the engine core.
             patience: seconds for its processes to end by themselves, before they are killed.
         """
-        client.shutdown(timeout=patience)
+        with _waking(self._cores):
+            client.shutdown(timeout=patience)
         for core in self._cores:  # vLLM leaves a process that it had to kill as a zombie
             core.join(PATIENCE)
         _kill(self._workers)
@@ -51,6 +57,28 @@ def _announce_death(cores: list[Any], outputs: Any) -> None:
 
     connection.wait([core.sentinel for core in cores])
     outputs.put(EngineDeadError())
+
+
+@contextmanager
+def _waking(cores: list[Any]) -> Iterator[None]:
+    """Wake engine cores from time to time.
+
+    vLLM asks a core to end by a signal, sent once. Python answers a signal when its main thread
+    next executes, and that of a core may just then begin to wait for work, for ever.
+    """
+    done = threading.Event()
+
+    def wake() -> None:
+        while not done.wait(1.0):
+            for core in cores:
+                with suppress(ProcessLookupError):
+                    os.kill(core.pid, process.WAKE)
+
+    threading.Thread(target=wake, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def _children(cores: list[Any]) -> list[Any]:

@@ -36,10 +36,11 @@ def reported(name: str) -> Iterator[dict[str, Any]]:
 def engine_processes(root: int | None = None) -> list[psutil.Process]:
     """All processes below one, this one by default, without Python's own resource tracker."""
     below = psutil.Process(root).children(recursive=True)
-    return [child for child in below if not _is_tracker(child)]
+    return [child for child in below if not is_tracker(child)]
 
 
-def _is_tracker(process: psutil.Process) -> bool:
+def is_tracker(process: psutil.Process) -> bool:
+    """Whether it is what removes the shared memory of Python processes that were killed."""
     try:
         return any("resource_tracker" in part for part in process.cmdline())
     except psutil.NoSuchProcess:

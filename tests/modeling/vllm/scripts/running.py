@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from tests.modeling.vllm.scripts.reporting import MARK
+from tests.modeling.vllm.scripts.reporting import MARK, is_tracker
 
 ROOT = Path(__file__).parents[4]
 _OF_ENGINES = ("VLLM_", "TRITON_", "TORCH", "NUMEXPR_", "OMP_", "KMP_", "MIDSTREAM_")
@@ -90,14 +90,25 @@ class Program:
         return "".join(self.lines[-60:])
 
     def end(self) -> None:
-        """Kill it and all it has started."""
-        for process in psutil.process_iter():
-            if _session(process.pid) == self.process.pid:
-                process.kill()
+        """Kill it and all it has started, once Python's tracker has removed what they shared."""
+        for process in _killable(self.process.pid):
+            process.kill()
+        _, left = psutil.wait_procs(_session(self.process.pid), timeout=10)
+        for process in left:
+            process.kill()
         self.process.wait(30)
 
 
-def _session(pid: int) -> int:
+def _killable(session: int) -> list[psutil.Process]:
+    """The processes of a session but for the trackers."""
+    return [process for process in _session(session) if not is_tracker(process)]
+
+
+def _session(leader: int) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter() if _leader(process.pid) == leader]
+
+
+def _leader(pid: int) -> int:
     try:
         return os.getsid(pid)
     except ProcessLookupError:

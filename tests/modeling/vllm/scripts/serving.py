@@ -20,7 +20,7 @@ import psutil
 from midstream import VLLM
 from midstream.errors import EngineBuildError, EngineDeadError
 from midstream.modeling.vllm.payloads import segments
-from tests.modeling.vllm.scripts.reporting import TINY, engine_processes, reported
+from tests.modeling.vllm.scripts.reporting import TINY, engine_processes, reported, shared_memory
 from tests.support.checkpoints import EOS, A, B, checkpoint
 
 GREEDY = {"temperature": 0.0}
@@ -229,6 +229,7 @@ def generating(model: Any) -> None:
     with reported("generating") as facts:
         facts["processes"] = [process.pid for process in engine_processes()]
         facts["segment"] = str(segments.folder() / segment.name)
+        facts["shared_memory"] = shared_memory(engine_processes())
     while True:
         tokens(model, 400)
 

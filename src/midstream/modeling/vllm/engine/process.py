@@ -20,6 +20,9 @@ CLIENT = "MIDSTREAM_CLIENT"
 REPORT = "MIDSTREAM_BUILD_REPORT"
 """Environment variable: the file where a process that fails to start writes the cause."""
 
+WAKE = signal.SIGCONT
+"""Signal that makes a waiting engine process see the signals it was sent before."""
+
 
 class Failure(msgspec.Struct):
     """Why an engine process did not start."""
@@ -46,6 +49,7 @@ def enter() -> None:
         return
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(WAKE, lambda number, frame: None)
     if not follow.last:
         follow.last.append(partial(discard, owner))
     follow.follow()
