@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # The engine runs in this process, where a step can be stepped and its worker looked at. Tests of
 # engine processes start their own Python. Both have to be set before vLLM is imported.
@@ -17,6 +18,10 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import checkpoint
+
+# A run that was started in the background inherits Ctrl-C as ignored, and so would every process
+# that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TINY = {
     "dtype": "float32",
