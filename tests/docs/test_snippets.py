@@ -22,6 +22,7 @@ def shared_engine(demo_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     import midstream
 
     real: Callable[..., Any] = midstream.VLLM
+    close = midstream.VLLM.close
 
     def construct(repo: str, **arguments: Any) -> Any:
         if set(arguments) <= SHARED:
@@ -29,7 +30,7 @@ def shared_engine(demo_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         return real(repo, **arguments)
 
     monkeypatch.setattr(midstream, "VLLM", construct)
-    monkeypatch.setattr(demo_engine, "close", lambda: None)
+    monkeypatch.setattr(real, "close", lambda model: model is demo_engine or close(model))
     return demo_engine
 
 
