@@ -35,13 +35,18 @@ def hf(oracle: Callable[[str], Oracle]) -> Oracle:
     return oracle("T-LLAMA")
 
 
+@pytest.fixture(scope="session")
+def usual_tokens(llama: Any) -> list[int]:
+    """What the engine on T-LLAMA generates without a block."""
+    return plain_tokens(llama)
+
+
 @pytest.fixture
-def serving(llama: Any) -> Any:
-    """The engine on T-LLAMA; afterwards it must hold no block and generate what it did before."""
-    before = plain_tokens(llama)
+def serving(llama: Any, usual_tokens: list[int]) -> Any:
+    """The engine on T-LLAMA; afterwards it must hold no block and generate what it always did."""
     yield llama
     assert live(llama) == [0]
-    assert plain_tokens(llama) == before
+    assert plain_tokens(llama) == usual_tokens
 
 
 def plain_tokens(model: Any, ids: Any = (21, 22, 23), **settings: Any) -> list[int]:

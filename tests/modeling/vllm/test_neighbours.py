@@ -17,7 +17,7 @@ from tests.support.oracle import (
     add_vector,
 )
 
-GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4}
 VECTOR = torch.randn(128, generator=torch.Generator().manual_seed(1)) * 3
 ROWS = torch.randn(len(A), 128, generator=torch.Generator().manual_seed(2)) * 3
 Block = Callable[[Any, Any], Any]
@@ -65,7 +65,7 @@ def test_traced_request_is_alone_in_its_rows(llama: Any, hf: Oracle) -> None:
         llama.model.layers[1].output[0][[1, 3]] += VECTOR
         logits = llama.logits.save()
     other.tokens()
-    right = hf.generate(A, 6, changes=[add_vector(1, VECTOR, [1, 3])], when="prefill")
+    right = hf.generate(A, 4, changes=[add_vector(1, VECTOR, [1, 3])], when="prefill")
     assert len(A) + len(B) in other.widths
     assert given.tolist() == A
     assert_close(logits, right.logits[:1], hf.run(B).logits)

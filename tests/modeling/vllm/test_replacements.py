@@ -18,7 +18,7 @@ from tests.support.oracle import (
     zero_mlp,
 )
 
-GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4}
 VECTOR = torch.randn(128, generator=torch.Generator().manual_seed(1)) * 3
 ROWS = torch.randn(len(A), 128, generator=torch.Generator().manual_seed(2)) * 3
 Block = Callable[[Any, Any], Any]
@@ -130,7 +130,7 @@ def test_reading_changes_nothing(llama: Any) -> None:
             layer.input, layer.mlp.inputs, layer.output
         after = llama.logits.save()
     assert torch.equal(logits, after)
-    assert list(tracer.result.outputs[0].token_ids) == plain_tokens(llama, A, max_tokens=6)
+    assert list(tracer.result.outputs[0].token_ids) == plain_tokens(llama, A, max_tokens=4)
 
 
 MISFITS: dict[str, tuple[Any, str, str]] = {

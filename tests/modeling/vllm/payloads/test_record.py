@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
 import warnings
 from typing import Any
@@ -79,9 +80,14 @@ def test_an_exception_is_rebuilt_with_type_args_and_text(error: BaseException) -
     assert (got.message, got.traceback) == (str(error), "the traceback")
 
 
-def test_the_users_init_does_not_run() -> None:
-    """What only the user's own `__init__` would set is absent."""
-    assert not hasattr(sent(PickyError(3, detail="why")).rebuild(), "detail")
+def test_an_exception_brings_its_attributes() -> None:
+    """They are the original's, not what its `__init__` would set; the rest comes as its repr."""
+    error = PickyError(3, detail="why")
+    error.detail = "because"
+    error.lock = lock = threading.Lock()
+    rebuilt = sent(error).rebuild()
+    assert rebuilt.detail == "because"
+    assert rebuilt.lock == repr(lock)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -92,7 +92,7 @@ def _record_node(record: Record, buffers: Buffers) -> RecordNode:
     return RecordNode(
         record.request_id,
         saves,
-        encoder.node(error and dataclasses.replace(error, args=_sendable(encoder, error.args))),
+        encoder.node(error and _sendable(encoder, error)),
         encoder.node(record.warnings),
         encoder.node(record.prints),
         extra,
@@ -112,17 +112,21 @@ def _with_problems(
     return dataclasses.replace(error, notes=notes)
 
 
-def _sendable(encoder: Encoder, args: Sequence[Any]) -> list[Any]:
-    return list(_each_sendable(encoder, args))
+def _sendable(encoder: Encoder, error: BlockError) -> BlockError:
+    """Return the error with what it carries, or the repr of what cannot travel."""
+    return dataclasses.replace(
+        error,
+        args=[_or_repr(encoder, value) for value in error.args],
+        attributes={k: _or_repr(encoder, value) for k, value in error.attributes.items()},
+    )
 
 
-def _each_sendable(encoder: Encoder, args: Sequence[Any]) -> Iterator[Any]:
-    for value in args:
-        try:
-            encoder.encode(value, "args")
-            yield value
-        except TransportError:
-            yield _repr(value)
+def _or_repr(encoder: Encoder, value: Any) -> Any:
+    try:
+        encoder.encode(value, "args")
+    except TransportError:
+        return _repr(value)
+    return value
 
 
 def _repr(value: object) -> str:

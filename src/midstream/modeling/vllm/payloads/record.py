@@ -38,6 +38,7 @@ class BlockError:
         traceback: The traceback as text, with the user's file and line.
         args: The exception's ``args``; those that cannot travel become their ``repr``.
         notes: The exception's ``__notes__``.
+        attributes: What else the exception carries, values as in `args`.
     """
 
     type_module: str
@@ -46,15 +47,20 @@ class BlockError:
     traceback: str
     args: list[Any] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    attributes: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, error: BaseException, traceback_text: str) -> BlockError:
         """Describe `error`; never raises, whatever the exception's own methods do."""
         kind = type(error)
-        notes = _notes_of(error)
-        message = _message_of(error)
         return cls(
-            module_of(kind), kind.__qualname__, message, traceback_text, _args_of(error), notes
+            module_of(kind),
+            kind.__qualname__,
+            _message_of(error),
+            traceback_text,
+            _args_of(error),
+            _notes_of(error),
+            _attributes_of(error),
         )
 
     def rebuild(self) -> BaseException | None:
@@ -79,6 +85,7 @@ class BlockError:
         if not isinstance(made, OSError):  # which has taken its file names out of them
             made.args = tuple(self.args)
         _initialise_builtin_part(made, self.args)
+        made.__dict__.update(self.attributes)
         for note in self.notes:
             made.add_note(note)
         return made
@@ -167,6 +174,13 @@ def _notes_of(error: BaseException) -> list[str]:
         return [note for note in error.__notes__ if isinstance(note, str)]
     except BaseException:  # noqa: BLE001 - most have none, and a user may set it to anything
         return []
+
+
+def _attributes_of(error: BaseException) -> dict[str, Any]:
+    try:
+        return {str(name): value for name, value in vars(error).items() if name != "__notes__"}
+    except BaseException:  # noqa: BLE001 - a user's __getattribute__ may raise anything
+        return {}
 
 
 def _args_of(error: BaseException) -> list[Any]:
