@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from midstream.modeling.vllm._bootstrap.follow import PARENT
 from midstream.modeling.vllm.ending import _waking
 from tests.modeling.vllm.scripts.reporting import engine_processes
 from tests.modeling.vllm.scripts.running import Program, gone, kill
@@ -156,7 +159,7 @@ def test_client_killed_while_building() -> None:
         program.facts("begins")
         pids = started(program, within=30)
         kill(program.process.pid)
-        assert gone(pids, seconds=5)  # long before it would have built anything
+        assert gone(pids, seconds=10)
         assert "built" not in program.seen
     finally:
         program.end()
@@ -182,6 +185,17 @@ def test_core_that_missed_its_signal() -> None:
         assert not gone([pid], seconds=1.5)
         with _waking([program.process]):
             assert gone([pid], seconds=5)
+    finally:
+        program.end()
+
+
+def test_parent_gone_before_anyone_looked() -> None:
+    """A process that starts only after its client has ended does not stay."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(30)
+    program = Program(SCRIPTS / "waiting.py", environment={PARENT: str(ended.pid)})
+    try:
+        assert program.wait(60) == -signal.SIGKILL
     finally:
         program.end()
 

@@ -16,6 +16,7 @@ import msgspec
 from midstream.errors import EngineBuildError
 from midstream.modeling.vllm import arguments as args
 from midstream.modeling.vllm import bootstrap
+from midstream.modeling.vllm._bootstrap import follow
 from midstream.modeling.vllm.engine import process
 
 # A forked engine process imports nothing: without this it would not follow its client yet. In all
@@ -49,6 +50,7 @@ def build(repo: str, settings: dict[str, Any], vllm: bootstrap.Installed, owner:
         report = Path(folder) / "failures"
         variables = bootstrap.process_variables(vllm)
         variables[process.CLIENT] = owner
+        variables[follow.PARENT] = str(os.getpid())
         if not bootstrap.in_process():
             variables[process.REPORT] = os.environ.get(process.REPORT, str(report))
         with bootstrap.environment(variables), _one_thread():
