@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -278,3 +279,9 @@ def test_locations_are_named_by_path_not_by_alias(renamed: VLLM) -> None:
         renamed.trace(
             A, block=lambda model, tracer: (model.logits, model.blocks[0].ff.output), **GREEDY
         )
+
+
+def test_the_environment_of_other_processes_is_left_alone(llama: Any) -> None:
+    """What vLLM preloads into its own processes does not reach others that this one starts."""
+    assert llama.dispatched
+    assert "libgomp" not in os.environ.get("LD_PRELOAD", "")

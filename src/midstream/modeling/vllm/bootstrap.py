@@ -103,8 +103,12 @@ def _ready() -> bool:
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, and put back what was there."""
-    before = {name: os.environ.get(name) for name in variables}
+    """Set environment variables, and put back what was there.
+
+    `LD_PRELOAD` is put back too: vLLM sets it for its processes on a CPU, and it is of no use to
+    any other that this one starts.
+    """
+    before = {name: os.environ.get(name) for name in ("LD_PRELOAD", *variables)}
     os.environ.update(variables)
     try:
         yield
