@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,13 @@ def demo_oracle(demo_path: Path) -> Oracle:
 def hf(oracle: Callable[[str], Oracle]) -> Oracle:
     """The oracle of T-LLAMA."""
     return oracle("T-LLAMA")
+
+
+@pytest.fixture
+def nothing_left(llama: Any) -> Iterator[None]:
+    """Afterwards the engine on T-LLAMA must hold no block."""
+    yield
+    assert live(llama) == [0]
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,27 +10,17 @@ import torch
 from midstream.errors import InterventionError, PromptError, UnsupportedError
 from midstream.modeling.vllm.merging import merge
 from tests.conftest import TINY
-from tests.support.checkpoints import LONG, A, B, C, checkpoint
+from tests.support.checkpoints import LONG, A, B, C
 from tests.support.oracle import Oracle, assert_close, zero_mlp
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 PROMPTS = [A, B, C]
 
 
-@pytest.fixture(scope="module")
-def oracle() -> Oracle:
-    """HuggingFace on T-LLAMA."""
-    return Oracle(checkpoint("T-LLAMA", with_tokenizer=True))
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-@pytest.fixture(autouse=True)
-def nothing_left(llama: Any) -> Iterator[None]:
-    """Every test leaves the worker without a block."""
-    yield
-    assert llama.vllm_entrypoint.collective_rpc("midstream_live") == [0]
-
-
-def test_each_invoke_sees_its_own_rows(llama: Any, oracle: Oracle) -> None:
+def test_each_invoke_sees_its_own_rows(llama: Any, hf: Oracle) -> None:
     """A name saved in several invokes comes back as a list in the order of submission."""
     with llama.trace(max_tokens=1, **GREEDY) as tracer:
         for prompt in PROMPTS:
@@ -39,16 +28,16 @@ def test_each_invoke_sees_its_own_rows(llama: Any, oracle: Oracle) -> None:
                 stream = sum(llama.model.layers[2].output).save()
     assert [len(rows) for rows in stream] == [len(prompt) for prompt in PROMPTS]
     for rows, prompt in zip(stream, PROMPTS, strict=True):
-        reads = oracle.reads(prompt)
+        reads = hf.reads(prompt)
         assert_close(rows, reads["residual.2"], reads["residual.1"])
     assert [out.prompt_token_ids for out in tracer.result] == PROMPTS
 
 
-def test_an_edit_in_one_invoke_leaves_the_others_alone(llama: Any, oracle: Oracle) -> None:
+def test_an_edit_in_one_invoke_leaves_the_others_alone(llama: Any, hf: Oracle) -> None:
     """Each request continues as it would alone, one edited and one replaced among plain ones."""
-    clean = [oracle.generate(prompt, 4).tokens for prompt in (A, C)]
-    edited = oracle.generate(B, 4, changes=[zero_mlp(0)], when="prefill").tokens
-    assert edited != oracle.generate(B, 4).tokens
+    clean = [hf.generate(prompt, 4).tokens for prompt in (A, C)]
+    edited = hf.generate(B, 4, changes=[zero_mlp(0)], when="prefill").tokens
+    assert edited != hf.generate(B, 4).tokens
     with llama.trace(max_tokens=4, **GREEDY) as tracer:
         with tracer.invoke(A):
             pass
@@ -121,7 +110,7 @@ def test_loop_variables_have_the_value_of_their_pass(llama: Any) -> None:
     assert not torch.equal(seen[0][2], seen[1][2])
 
 
-def test_loops_of_different_lengths_run_side_by_side(llama: Any, oracle: Oracle) -> None:
+def test_loops_of_different_lengths_run_side_by_side(llama: Any, hf: Oracle) -> None:
     """Requests with loops of their own finish out of order, each as alone."""
     lengths = [6, 2, 4]
     with llama.trace(**GREEDY) as tracer:
@@ -132,7 +121,7 @@ def test_loops_of_different_lengths_run_side_by_side(llama: Any, oracle: Oracle)
                     ids.append(int(llama.samples))
                 ids.save()
     for prompt, length, got in zip(PROMPTS, lengths, ids, strict=True):
-        assert got == oracle.generate(prompt, length).tokens
+        assert got == hf.generate(prompt, length).tokens
 
 
 def test_every_failure_is_listed_and_the_others_are_bound(llama: Any) -> None:
@@ -254,14 +243,14 @@ def test_prompts_that_do_not_fit_one_step_wait_whole(engine: Any, policy: str) -
         small.close()
 
 
-def test_a_trace_of_several_requests_travels(llama: Any, oracle: Oracle) -> None:
+def test_a_trace_of_several_requests_travels(llama: Any, hf: Oracle) -> None:
     """`to_bytes` and `run` carry all requests of a trace."""
     with llama.trace(max_tokens=1, run=False, **GREEDY) as tracer:
         for prompt in PROMPTS:
             with tracer.invoke(prompt):
                 ids = int(llama.samples).save()
     again = llama.run(tracer.to_bytes())
-    assert again.saves["ids"] == [oracle.generate(prompt, 1).tokens[0] for prompt in PROMPTS]
+    assert again.saves["ids"] == [hf.generate(prompt, 1).tokens[0] for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("value", [5, "text", {"a": 1}])

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from midstream.errors import InterventionError, NotInTraceError, StepsCutShortWarning
-from tests.support.checkpoints import EOS, A, C, checkpoint
+from tests.support.checkpoints import EOS, A, C
 from tests.support.oracle import Oracle, add_vector, assert_close, zero_mlp
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def oracle() -> Oracle:
-    """HuggingFace on T-LLAMA."""
-    return Oracle(checkpoint("T-LLAMA", with_tokenizer=True))
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-@pytest.fixture(autouse=True)
-def nothing_left(llama: Any) -> Iterator[None]:
-    """Every test leaves the worker without a block."""
-    yield
-    assert llama.vllm_entrypoint.collective_rpc("midstream_live") == [0]
-
-
-def test_a_loop_reads_every_step(llama: Any, oracle: Oracle) -> None:
+def test_a_loop_reads_every_step(llama: Any, hf: Oracle) -> None:
     """Logits, sampled ids and a layer's rows of each step are those of HuggingFace's generation."""
-    right = oracle.generate(A, 5)
+    right = hf.generate(A, 5)
     with llama.trace(A, max_tokens=5, **GREEDY) as tracer:
         logits, ids, shapes = [], [], []
         for _ in tracer.iter[:5]:
@@ -46,11 +35,11 @@ def test_a_loop_reads_every_step(llama: Any, oracle: Oracle) -> None:
     assert_close(torch.cat(logits), right.logits, right.logits.roll(1, 0))
 
 
-def test_an_edit_in_every_step_acts_in_every_step(llama: Any, oracle: Oracle) -> None:
+def test_an_edit_in_every_step_acts_in_every_step(llama: Any, hf: Oracle) -> None:
     """Steering in a loop acts in each step as on HuggingFace; without a loop, in the first only."""
     vector = torch.randn(128, generator=torch.Generator().manual_seed(3)) * 2
-    always = oracle.generate(A, 6, changes=[add_vector(1, vector)])
-    first = oracle.generate(A, 6, changes=[add_vector(1, vector)], when="prefill")
+    always = hf.generate(A, 6, changes=[add_vector(1, vector)])
+    first = hf.generate(A, 6, changes=[add_vector(1, vector)], when="prefill")
     assert always.tokens != first.tokens
     with llama.trace(A, max_tokens=6, **GREEDY) as looped:
         for _ in looped.all():
@@ -66,9 +55,9 @@ def test_an_edit_in_every_step_acts_in_every_step(llama: Any, oracle: Oracle) ->
     [(slice(1, 3), [1, 2]), (2, [2]), ([0, 3], [0, 3]), (slice(2, None), [2, 3])],
     ids=["slice", "number", "list", "open"],
 )
-def test_chosen_steps(llama: Any, oracle: Oracle, which: Any, steps: list[int]) -> None:
+def test_chosen_steps(llama: Any, hf: Oracle, which: Any, steps: list[int]) -> None:
     """A slice, a number or a list runs the body in those steps only."""
-    right = oracle.generate(A, 4)
+    right = hf.generate(A, 4)
     with llama.trace(A, max_tokens=4, **GREEDY) as tracer:
         seen = []
         for step in tracer.iter[which]:
@@ -77,10 +66,10 @@ def test_chosen_steps(llama: Any, oracle: Oracle, which: Any, steps: list[int]) 
     assert seen == [(step, right.tokens[step]) for step in steps]
 
 
-def test_an_edit_in_one_step_acts_in_that_step(llama: Any, oracle: Oracle) -> None:
+def test_an_edit_in_one_step_acts_in_that_step(llama: Any, hf: Oracle) -> None:
     """An edit at step 2 alone equals HuggingFace's with the change in that step alone."""
-    right = oracle.generate(A, 6, changes=[zero_mlp(1)], when=[2])
-    wrong = oracle.generate(A, 6, changes=[zero_mlp(1)], when="prefill")
+    right = hf.generate(A, 6, changes=[zero_mlp(1)], when=[2])
+    wrong = hf.generate(A, 6, changes=[zero_mlp(1)], when="prefill")
     with llama.trace(A, max_tokens=6, **GREEDY) as tracer:
         logits = []
         for step in tracer.iter[:6]:
@@ -104,9 +93,9 @@ def test_a_state_lives_across_steps_and_statements_after_the_loop_run(llama: Any
     assert result == {"total": sum(ids), "best": max(ids)}
 
 
-def test_reads_before_a_loop_and_nested_loops(llama: Any, oracle: Oracle) -> None:
+def test_reads_before_a_loop_and_nested_loops(llama: Any, hf: Oracle) -> None:
     """A loop goes on in the step the block is in, and an inner one from where the outer stands."""
-    tokens = oracle.generate(A, 5).tokens
+    tokens = hf.generate(A, 5).tokens
     with llama.trace(A, max_tokens=5, **GREEDY) as tracer:
         early = llama.model.layers[0].output[0]
         seen = []
@@ -236,9 +225,9 @@ def test_only_a_block_that_waits_for_a_module_changes_the_forward(llama: Any, wa
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("step", [0, 2])
-def test_stop_ends_the_request_there(llama: Any, oracle: Oracle, step: int, sampled: bool) -> None:
+def test_stop_ends_the_request_there(llama: Any, hf: Oracle, step: int, sampled: bool) -> None:
     """`tracer.stop()` keeps the step's token only if the block had reached its samples."""
-    tokens = oracle.generate(A, 8).tokens
+    tokens = hf.generate(A, 8).tokens
     with llama.trace(A, max_tokens=8, min_tokens=8, **GREEDY) as tracer:
         kept = "before".save()
         for now in tracer.iter[:8]:

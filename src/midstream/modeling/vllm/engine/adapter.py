@@ -182,9 +182,9 @@ class BlockRunner:
             run = self._active.get(request_id)
             if run is None:
                 continue
-            self._rows[run] = Rows(int(starts[index]), int(starts[index + 1]))
-            if run.visit:  # after a preemption earlier tokens are run again, for nobody to see
-                self._rows[run] = Rows(self._rows[run].stop - 1, self._rows[run].stop)
+            start, stop = int(starts[index]), int(starts[index + 1])
+            # after a preemption earlier tokens are run again, for nobody to see
+            self._rows[run] = Rows(stop - 1 if run.visit else start, stop)
         self._sizes = (batch.num_tokens, batch.num_tokens_after_padding)
 
     def _with_blocks(self, forward: Callable[..., Any]) -> Callable[..., Any]:
