@@ -159,7 +159,7 @@ with VLLM(sys.argv[1], dispatch=True, dtype="bfloat16", max_model_len=512,
     model.trace([11, 12, 13], block=lambda model, tracer: {"logits": model.logits}, max_tokens=1)
 print("in use:", cuda_in_use())
 import torch
-torch.cuda.is_available()
+torch.zeros(1, device="cuda")
 print("in use:", cuda_in_use())
 """
     path = folder("T-LLAMA")

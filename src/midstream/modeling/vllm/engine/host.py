@@ -45,6 +45,7 @@ class Admitted:
         self._execution: Execution | None = None
         self.run = Run(self._execute, seed=zlib.crc32(payload))
         self.reported = False
+        self.recorded = False
         self._steps = 0
 
     def _execute(self) -> None:
@@ -66,9 +67,10 @@ class Admitted:
         )
 
     def record(self) -> Record:
-        """What the request sends home when it closes."""
+        """What the request sends home, once: when its block is done or it closes."""
         self.run.close()
-        execution = self._execution
+        self.recorded = True
+        execution, self._execution = self._execution, None
         return Record(
             self.request_id,
             saves=execution.saves() if execution is not None else {},
@@ -150,22 +152,27 @@ class BlockHost:
                 found.append((request_id, how))
         return found
 
+    def finished(self, request_ids: Iterable[str]) -> list[Record]:
+        """Records of those blocks that are done while their requests go on, in their order."""
+        found = (self._admitted.get(i) for i in sorted(request_ids))
+        return [a.record() for a in found if a is not None and a.run.done and not a.recorded]
+
     def close(self, request_ids: Iterable[str]) -> list[Record]:
         """End the blocks of finished requests.
 
         Returns:
-            Their records, in the order of the requests' ids.
+            The records that have not been sent, in the order of the requests' ids.
         """
         if not self._admitted:
             return []
         closed = [self._admitted.pop(i) for i in sorted(request_ids) if i in self._admitted]
-        return [admitted.record() for admitted in closed]
+        return [admitted.record() for admitted in closed if not admitted.recorded]
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._admitted
 
     def __len__(self) -> int:
-        return len(self._admitted)
+        return sum(not admitted.recorded for admitted in self._admitted.values())
 
     def resolve(self, reference: str) -> Any:
         """The engine's own object for a reference in a block.
