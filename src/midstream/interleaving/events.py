@@ -59,7 +59,7 @@ class Event:
     def axis(self, index: int) -> int | None:
         """The axis of a leaf that runs over the step's rows; None if it has none."""
         if index not in self._axes:
-            self._axes[index] = _row_axis(self.leaves[index], self._sizes)
+            self._axes[index] = row_axis(self.leaves[index], self._sizes)
         return self._axes[index]
 
     def live(self, index: int, rows: Rows) -> Any:
@@ -123,14 +123,18 @@ class Served:
             self._shown = self._build(self._mine)
         return self._shown
 
+    def expected(self) -> Any:
+        """The value as the model has it, for this request: what a replacement must look like."""
+        event = self._event
+        return self._build([event.live(i, self._rows) for i in range(len(event.leaves))])
+
     def write(self, value: Any, where: str) -> None:
         """Replace the whole value.
 
         Raises:
             ValueError: ``value`` has not the served structure and shapes.
         """
-        event, rows = self._event, self._rows
-        expected = self._build([event.live(i, rows) for i in range(len(event.leaves))])
+        expected = self.expected()
         if not same_shape(value, expected):
             raise ValueError(
                 f"{where} was assigned {describe(value)}, but the model goes on with "
@@ -154,9 +158,7 @@ class Served:
         Raises:
             ValueError: ``value`` has not the served structure and shapes.
         """
-        event, rows = self._event, self._rows
-        live = self._build([event.live(i, rows) for i in range(len(event.leaves))])
-        expected = _first_argument(live, where)
+        expected = _first_argument(self.expected(), where)
         if not same_shape(value, expected):
             raise ValueError(
                 f"{where} was assigned {describe(value)}, but the module's first argument is "
@@ -265,7 +267,8 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def _row_axis(leaf: Any, sizes: Sequence[int]) -> int | None:
+def row_axis(leaf: Any, sizes: Sequence[int]) -> int | None:
+    """The axis of a leaf that has one of the sizes, and so runs over rows; None if none does."""
     if not isinstance(leaf, torch.Tensor):
         return None
     shape = leaf.shape

@@ -9,7 +9,7 @@ that call them are touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from midstream.interleaving.events import Event, Rows
 from midstream.interleaving.indices import IndexCheck, Limit
 from midstream.interleaving.locations import ENGINE_ORDER, LOGITS, SAMPLES, Location
 from midstream.interleaving.run import EXCHANGE, Run
+from midstream.interleaving.skips import SKIP, Skips
 
 
 class Interleaver:
@@ -28,10 +29,21 @@ class Interleaver:
     Args:
         modules: the model's modules by path, each once, as a block names them.
         limit: bounds of the indices that modules look up, which blocks must keep.
+        always: paths of the modules that run even if all blocks of a step skip them.
+
+    Attributes:
+        skips: what blocks skip in the step under way.
     """
 
-    def __init__(self, modules: Mapping[str, torch.nn.Module], limit: Limit | None = None):
+    def __init__(
+        self,
+        modules: Mapping[str, torch.nn.Module],
+        limit: Limit | None = None,
+        always: Collection[str] = (),
+    ):
         self._modules, self._limit = modules, limit
+        self.skips = Skips(always)
+        self._skipping = self.skips.values
         self._order: dict[Location, int] = {}
         self._learned = False  # whether the order of modules is known
         self._learning = False  # whether this step shows it
@@ -98,6 +110,7 @@ class Interleaver:
                         "The block asked for it, and the step ended without it."
                     )
                 )
+        self._skipping.clear()
 
     @property
     def has_sampled(self) -> bool:
@@ -128,12 +141,31 @@ class Interleaver:
             return value
         if rows is None:
             rows, sizes = self._rows, self._sizes
+        if self._skipping and not (runs := self._seeing(location, runs, rows)):
+            return value
         if self._limit is not None and location.side == "input":
             check = IndexCheck(self._modules[location.path], value, self._limit)
         event = Event(value, sizes, [rows[run] for run in runs], check)
         for run in runs:
             self._serve(run, location, event, rows[run])
         return event.result()
+
+    def leave(self, path: str, value: Any) -> Any:
+        """Offer what a module returned: to the blocks that skip it, then to those that wait.
+
+        Returns:
+            The value the model goes on with.
+        """
+        if Location(path, SKIP) in self._waiting:
+            value = self.hand_over(Location(path, SKIP), value)
+        return self.hand_over(Location(path, "output"), value)
+
+    def _seeing(self, location: Location, runs: list[Run], rows: Mapping[Run, Rows]) -> list[Run]:
+        """Of the blocks that wait, those whose request does not skip what is around."""
+        hidden = self.skips.hidden_from(runs, location, rows, self._order)
+        if hidden:
+            self._waiting[location] = hidden
+        return [run for run in runs if run not in hidden]
 
     def _serve(self, run: Run, location: Location, event: Event, rows: Rows) -> None:
         """Give one block its rows, let it execute, and take back what it changed."""
@@ -175,10 +207,9 @@ class Interleaver:
             raise OutOfOrderError(
                 f"'{location.label(run.visit)}' was requested after the forward pass ended."
             )
-        index = ENGINE_ORDER.get(location, self._order.get(location))
-        if index is None:  # wherever it is, it comes before the logits
-            index = ENGINE_ORDER[LOGITS] - 1
-        if location not in self._passed and index > self._position:
+        if self._skipping:
+            self.skips.refuse_inner(run, location, self._order)
+        if not self._has_passed(run, location):
             return
         text = f"'{location.label(run.visit)}' was requested but the model already ran past it"
         if run.marks is not None:
@@ -188,6 +219,23 @@ class Interleaver:
                 f"Move this access above line {line}"
             )
         raise OutOfOrderError(text + ".")
+
+    def _has_passed(self, run: Run, location: Location) -> bool:
+        if location.side == SKIP:  # until the module's call, of which its arguments are the start
+            self._place_skip(location)
+            location = Location(location.path, "input")
+            if location in run.served:
+                return False
+        index = ENGINE_ORDER.get(location, self._order.get(location))
+        if index is None:  # wherever it is, it comes before the logits
+            index = ENGINE_ORDER[LOGITS] - 1
+        return location in self._passed or index <= self._position
+
+    def _place_skip(self, location: Location) -> None:
+        """Give a skip its place in the order: behind all that is in the module."""
+        leave = self._order.get(Location(location.path, "output"))
+        if leave is not None:
+            self._order.setdefault(location, leave - 1)
 
     def _pass(self, location: Location) -> None:
         index = ENGINE_ORDER.get(location, self._order.get(location))
@@ -242,7 +290,8 @@ class Interleaver:
             return
         # into the instance's dictionary: a module's own attribute setter takes microseconds
         self._replaced[path] = (module, module.__dict__.get("forward"))
-        module.__dict__["forward"] = self._traced(path, module.forward)
+        forward = self._noted(path, module.forward) if self._learning else module.forward
+        module.__dict__["forward"] = self._traced(path, forward)
 
     def _restore(self) -> None:
         for module, own in self._replaced.values():
@@ -260,9 +309,37 @@ class Interleaver:
                 return forward(*args, **kwargs)
             if entry in self._waiting or self._learning:
                 args, kwargs = self.hand_over(entry, (args, kwargs))
-            value = forward(*args, **kwargs)
+            if self._skipping:
+                value = self._forward_or_skip(path, forward, args, kwargs)
+            else:
+                value = forward(*args, **kwargs)
             if leave in self._waiting or self._learning:
                 value = self.hand_over(leave, value)
             return value
 
         return traced
+
+    def _noted(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            value = forward(*args, **kwargs)
+            if not self._paused:
+                self.skips.learn(path, value, self._sizes)
+            return value
+
+        return noted
+
+    def _forward_or_skip(
+        self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call a module, unless all rows of the step skip it; rows that do are overwritten."""
+        location = Location(path, SKIP)
+        runs = self._waiting.get(location)
+        if not runs:
+            return forward(*args, **kwargs)
+        value = None
+        if not self._learning:
+            value = self.skips.stand_in(path, runs, (args, kwargs), self._rows, self._sizes)
+        if value is None:
+            value = forward(*args, **kwargs)
+            self.skips.learn(path, value, self._sizes)
+        return self.hand_over(location, value)

@@ -100,6 +100,7 @@ class BlockHost:
         tokenizer: gives the checkpoint's tokenizer, called when a block first uses it.
         rename: further names for modules.
         limit: bounds of the indices that modules look up.
+        stateful: the layers that run whoever skips them.
     """
 
     def __init__(
@@ -108,10 +109,12 @@ class BlockHost:
         tokenizer: Callable[[], Any],
         rename: Rename | None = None,
         limit: Limit | None = None,
+        stateful: Iterable[Any] = (),
     ):
         self.model = BlockModel(root, tokenizer, rename)
         self.tracer = BlockTracer()
-        self.interleaver = Interleaver(self.model.tree.modules, limit)
+        always = _containing(self.model.tree, {id(layer) for layer in stateful})
+        self.interleaver = Interleaver(self.model.tree.modules, limit, always)
         self._admitted: dict[str, Admitted] = {}
 
     def admit(self, request_id: str, sampling: Any) -> None:
@@ -239,6 +242,15 @@ _ATTENTION = (
     "it contains attention or a state, which reads and writes the cache of all requests in the "
     "step. Call the modules around it (norms, projections, the MLP), or edit its input"
 )
+
+
+def _containing(tree: Tree, layers: set[int]) -> list[str]:
+    """Paths of the modules that are, or contain, one of the layers."""
+    return [
+        path
+        for path, module in tree.modules.items()
+        if any(id(inner) in layers for inner in module.modules())
+    ]
 
 
 def _with_attention(tree: Tree) -> list[str]:
