@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from midstream.interleaving.indices import IndexCheck, Limit
 from midstream.interleaving.locations import ENGINE_ORDER, LOGITS, SAMPLES, Location
 from midstream.interleaving.run import EXCHANGE, Run
 from midstream.interleaving.skips import SKIP, Skips
+
+if TYPE_CHECKING:
+    from midstream.interleaving.recording import Recorder
 
 
 class Interleaver:
@@ -54,6 +57,7 @@ class Interleaver:
         self._passed: set[Location] = set()
         self._replaced: dict[str, tuple[torch.nn.Module, Any]] = {}
         self._around: dict[Location, list[str]] = {}
+        self._recording: dict[str, list[tuple[Run, Recorder]]] = {}
         self._paused = False
         self.in_forward = False
         self.in_step = False
@@ -65,14 +69,19 @@ class Interleaver:
         self.in_step = True
         for run in runs:
             run.interleaver = self
-            if not run.started or run.awaited is not None:
+            if not run.started or (run.awaited is not None and run.awaited <= run.visit):
                 self._turn(run)
+            for recorder in run.recorders if run.records else ():
+                for path in recorder.paths:
+                    self._recording.setdefault(path, []).append((run, recorder))
         self._learning = self.wants_modules and not self._learned
 
     @property
     def wants_modules(self) -> bool:
-        """Whether a block waits for a module, so that the forward has to be accompanied."""
-        return any(location not in ENGINE_ORDER for location in self._waiting)
+        """Whether a module is waited for or recorded: the forward has to be accompanied."""
+        return bool(self._recording) or any(
+            location not in ENGINE_ORDER for location in self._waiting
+        )
 
     @contextmanager
     def phase(self, rows: Mapping[Run, Rows], sizes: Sequence[int]) -> Iterator[None]:
@@ -111,6 +120,7 @@ class Interleaver:
                     )
                 )
         self._skipping.clear()
+        self._recording.clear()
 
     @property
     def has_sampled(self) -> bool:
@@ -150,6 +160,17 @@ class Interleaver:
             self._serve(run, location, event, rows[run])
         return event.result()
 
+    def enter(self, path: str, call: Any) -> Any:
+        """Offer what a module is called with, ``(args, kwargs)``, to the blocks that wait.
+
+        Returns:
+            What it is to be called with.
+        """
+        call = self.hand_over(Location(path, "input"), call)
+        if path in self._recording:
+            self._record(Location(path, "input"), call)
+        return call
+
     def leave(self, path: str, value: Any) -> Any:
         """Offer what a module returned: to the blocks that skip it, then to those that wait.
 
@@ -158,7 +179,20 @@ class Interleaver:
         """
         if Location(path, SKIP) in self._waiting:
             value = self.hand_over(Location(path, SKIP), value)
-        return self.hand_over(Location(path, "output"), value)
+        value = self.hand_over(Location(path, "output"), value)
+        if path in self._recording:
+            self._record(Location(path, "output"), value)
+        return value
+
+    def _record(self, location: Location, value: Any) -> None:
+        """Keep a value, as all blocks have left it, for those that record it."""
+        for run, recorder in self._recording[location.path]:
+            if self._skipping and self.skips.hidden_from([run], location, self._rows, self._order):
+                continue
+            try:
+                recorder.take(location, value, self._rows[run], self._sizes)
+            except Exception as error:  # noqa: BLE001  # no memory left is the block's error, never the engine's
+                run.fail(error)
 
     def _seeing(self, location: Location, runs: list[Run], rows: Mapping[Run, Rows]) -> list[Run]:
         """Of the blocks that wait, those whose request does not skip what is around."""
@@ -259,7 +293,8 @@ class Interleaver:
         if self._learning:
             return list(self._modules)
         wanted = [location for location in self._waiting if location not in ENGINE_ORDER]
-        return [path for location in wanted for path in self._paths(location)]
+        around = [path for location in wanted for path in self._paths(location)]
+        return [*around, *self._recording]
 
     def _paths(self, location: Location) -> list[str]:
         """The location's module, and those whose call is under way when it is reached.
@@ -303,18 +338,23 @@ class Interleaver:
 
     def _traced(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         entry, leave = Location(path, "input"), Location(path, "output")
+        recorded = path in self._recording
 
         def traced(*args: Any, **kwargs: Any) -> Any:
             if self._paused:
                 return forward(*args, **kwargs)
             if entry in self._waiting or self._learning:
                 args, kwargs = self.hand_over(entry, (args, kwargs))
+            if recorded:
+                self._record(entry, (args, kwargs))
             if self._skipping:
                 value = self._forward_or_skip(path, forward, args, kwargs)
             else:
                 value = forward(*args, **kwargs)
             if leave in self._waiting or self._learning:
                 value = self.hand_over(leave, value)
+            if recorded:
+                self._record(leave, value)
             return value
 
         return traced

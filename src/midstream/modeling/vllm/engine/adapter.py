@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from midstream.errors import MidstreamError
 from midstream.interleaving.events import Rows
-from midstream.interleaving.locations import LOGITS, SAMPLES, Location
+from midstream.interleaving.locations import LOGITS, SAMPLES
 from midstream.interleaving.run import Run
 from midstream.modeling.vllm.engine.host import BlockHost
 from midstream.modeling.vllm.engine.indices import index_limit
@@ -28,8 +28,6 @@ from midstream.modeling.vllm.engine.kernels import EagerKernels
 from midstream.modeling.vllm.payloads import Record, pack
 from midstream.modeling.vllm.tokenizers import tokenizer_of
 from midstream.modeling.vllm.wire import KEY
-
-_ROOT_INPUT = Location("", "input")
 
 
 class BlockRunner:
@@ -204,7 +202,7 @@ class BlockRunner:
             get_forward_context().skip_compiled = True  # read when a compiled module is called
             interleaver = self.blocks.interleaver
             with interleaver.phase(self._rows, self._sizes), self._kernels():
-                args, kwargs = interleaver.hand_over(_ROOT_INPUT, (args, kwargs))
+                args, kwargs = interleaver.enter("", (args, kwargs))
                 return interleaver.leave("", forward(*args, **kwargs))
 
         return traced

@@ -10,9 +10,11 @@ import msgspec
 import torch
 
 from midstream.errors import MidstreamError, UnsupportedError
+from midstream.interleaving.caches import Cache
 from midstream.interleaving.indices import Limit
 from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.node import Tree
+from midstream.interleaving.recording import open_cache
 from midstream.interleaving.run import Notice, Run, current_run
 from midstream.interleaving.steps import Steps
 from midstream.modeling.vllm.locations import EngineModel
@@ -29,6 +31,7 @@ from midstream.modeling.vllm.wire import (
     Payload,
 )
 from midstream.tracing import Block, Execution, user_traceback
+from midstream.tracing.saves import save
 from midstream.tracing.shipping import loads
 
 Rename = Mapping[str, str | list[str]]
@@ -59,6 +62,8 @@ class Admitted:
     def enters_step(self) -> bool:
         """Count a step of the request; whether the block has something to do in it."""
         self.run.visit, self._steps = self._steps, self._steps + 1
+        if self.run.records:
+            return True
         if self.run.done:
             return False
         return not self.run.started or (
@@ -68,6 +73,8 @@ class Admitted:
     def record(self) -> Record:
         """What the request sends home when it closes."""
         self.run.close()
+        for recorder in self.run.recorders:
+            recorder.settle()
         execution = self._execution
         return Record(
             self.request_id,
@@ -112,7 +119,7 @@ class BlockHost:
         stateful: Iterable[Any] = (),
     ):
         self.model = BlockModel(root, tokenizer, rename)
-        self.tracer = BlockTracer()
+        self.tracer = BlockTracer(self.model.tree)
         always = _containing(self.model.tree, {id(layer) for layer in stateful})
         self.interleaver = Interleaver(self.model.tree.modules, limit, always)
         self._admitted: dict[str, Admitted] = {}
@@ -267,6 +274,9 @@ def _with_attention(tree: Tree) -> list[str]:
 class BlockTracer:
     """What `tracer` is inside a block. All blocks of the engine share it, so none may change it."""
 
+    def __init__(self, tree: Tree):
+        object.__setattr__(self, "_tree", tree)
+
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(
             f"`tracer.{name}` cannot be assigned: the tracer has no state in a block. Use a "
@@ -300,6 +310,43 @@ class BlockTracer:
         `min_tokens` say. The step's token counts only if the block had reached `model.samples`.
         """
         current_run("`tracer.stop()`").stop()
+
+    def cache(
+        self,
+        modules: Any = None,
+        device: torch.device | str | None = "cpu",
+        dtype: torch.dtype | None = None,
+        detach: bool = True,
+        include_output: bool = True,
+        include_inputs: bool = False,
+        non_blocking: bool = False,
+    ) -> Cache:
+        """Record modules from here to the end of the request, also after the block has ended.
+
+        Args:
+            modules: modules or their paths, one or several; all if left out.
+            device: where values are kept while the request runs; None leaves them where they are.
+                They come home on the CPU.
+            dtype: what floating-point values are converted to.
+            detach: has no effect: nothing in the engine records gradients.
+            include_output: record what the modules return, after all edits.
+            include_inputs: record what they are called with, after all edits.
+            non_blocking: copy to the CPU beside the forward, into page-locked memory.
+
+        Returns:
+            The cache, which is saved under the name it is bound to.
+
+        Raises:
+            ValueError: the block has read or written something already, or there is no such module.
+        """
+        sides = {"output": include_output, "input": include_inputs}
+        wanted = {
+            "sides": frozenset(side for side, included in sides.items() if included),
+            "device": None if device is None else torch.device(device),
+            "dtype": dtype,
+            "non_blocking": non_blocking,
+        }
+        return save(open_cache(current_run("`tracer.cache()`"), self._tree, modules, wanted))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
