@@ -59,13 +59,13 @@ class Event:
     def axis(self, index: int) -> int | None:
         """The axis of a leaf that runs over the step's rows; None if it has none."""
         if index not in self._axes:
-            self._axes[index] = _row_axis(self.leaves[index], self._sizes)
+            self._axes[index] = row_axis(self.leaves[index], self._sizes)
         return self._axes[index]
 
     def live(self, index: int, rows: Rows) -> Any:
         """A leaf's rows as the model holds them (tensors without a row axis: whole)."""
         leaf = self.leaves[index]
-        return _cut(leaf, self.axis(index), rows.start, rows.stop)
+        return cut(leaf, self.axis(index), rows.start, rows.stop)
 
     def copy(self, index: int, rows: Rows) -> Any:
         """A private copy of a leaf's rows, outside inference mode so that edits are counted."""
@@ -74,13 +74,13 @@ class Event:
             return leaf
         axis = self.axis(index)
         if axis is None:
-            with _counting_edits():
+            with counting_edits():
                 return leaf.clone()
         if index not in self._copies:
-            with _counting_edits():
-                self._copies[index] = _cut(leaf, axis, self._low, self._high).clone()
+            with counting_edits():
+                self._copies[index] = cut(leaf, axis, self._low, self._high).clone()
         copy = self._copies[index]
-        return _cut(copy, axis, rows.start - self._low, rows.stop - self._low)
+        return cut(copy, axis, rows.start - self._low, rows.stop - self._low)
 
     def put(self, index: int, rows: Rows, value: torch.Tensor, *, replace: bool) -> None:
         """Write a leaf's rows into what the model goes on with.
@@ -123,14 +123,18 @@ class Served:
             self._shown = self._build(self._mine)
         return self._shown
 
+    def expected(self) -> Any:
+        """The value as the model has it, for this request: what a replacement must look like."""
+        event = self._event
+        return self._build([event.live(i, self._rows) for i in range(len(event.leaves))])
+
     def write(self, value: Any, where: str) -> None:
         """Replace the whole value.
 
         Raises:
             ValueError: ``value`` has not the served structure and shapes.
         """
-        event, rows = self._event, self._rows
-        expected = self._build([event.live(i, rows) for i in range(len(event.leaves))])
+        expected = self.expected()
         if not same_shape(value, expected):
             raise ValueError(
                 f"{where} was assigned {describe(value)}, but the model goes on with "
@@ -154,9 +158,7 @@ class Served:
         Raises:
             ValueError: ``value`` has not the served structure and shapes.
         """
-        event, rows = self._event, self._rows
-        live = self._build([event.live(i, rows) for i in range(len(event.leaves))])
-        expected = _first_argument(live, where)
+        expected = _first_argument(self.expected(), where)
         if not same_shape(value, expected):
             raise ValueError(
                 f"{where} was assigned {describe(value)}, but the module's first argument is "
@@ -172,7 +174,7 @@ class Served:
             return  # the block's own copy: what changed in it is copied back when it waits
         self._refuse_shared(index, where)
         live = self._event.live(index, self._rows)
-        with _counting_edits():
+        with counting_edits():
             own = new.detach().to(live.device, live.dtype, copy=True)
         self._event.put(index, self._rows, own, replace=True)
         if self._mine is None:
@@ -253,7 +255,7 @@ def _first_argument(arguments: tuple[tuple[Any, ...], dict[str, Any]], where: st
     )
 
 
-def _counting_edits() -> AbstractContextManager[Any]:
+def counting_edits() -> AbstractContextManager[Any]:
     """Leave the inference mode a block may be in: tensors made in it count no edits."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
@@ -265,7 +267,8 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def _row_axis(leaf: Any, sizes: Sequence[int]) -> int | None:
+def row_axis(leaf: Any, sizes: Sequence[int]) -> int | None:
+    """The axis of a leaf that has one of the sizes, and so runs over rows; None if none does."""
     if not isinstance(leaf, torch.Tensor):
         return None
     shape = leaf.shape
@@ -276,7 +279,7 @@ def _row_axis(leaf: Any, sizes: Sequence[int]) -> int | None:
     return None
 
 
-def _cut(leaf: Any, axis: int | None, start: int, stop: int) -> Any:
+def cut(leaf: Any, axis: int | None, start: int, stop: int) -> Any:
     """Rows of a tensor; the tensor itself where those are all it has."""
     if axis is None or (start == 0 and stop == leaf.shape[axis]):
         return leaf

@@ -18,6 +18,7 @@ from midstream.interleaving.modes import BlockModes
 if TYPE_CHECKING:
     from midstream.interleaving.events import Served
     from midstream.interleaving.interleaver import Interleaver
+    from midstream.interleaving.recording import Recorder
 
 
 EXCHANGE = Exchange()
@@ -101,6 +102,7 @@ class Run:
         stopped: whether the block has asked for the request's end, and with it whether the step's
             token is to be kept.
         warnings: what is to be warned about in the caller's process.
+        recorders: what is recorded for the block, until its request ends.
         error: what the block raised, if it did.
         marks: where in the user's code the last value was asked for, for error texts.
     """
@@ -121,6 +123,7 @@ class Run:
         self.closed = False
         self.stopped: StopTrace | None = None
         self.warnings: list[Notice] = []
+        self.recorders: list[Recorder] = []
         self._abandoned = False
         self.marks: Mark | None = None
 
@@ -128,6 +131,12 @@ class Run:
     def done(self) -> bool:
         """Whether the block has ended, by itself or by an error."""
         return self._abandoned or bool(self._greenlet.dead)
+
+    @property
+    def records(self) -> bool:
+        """Whether modules are recorded for the block, whatever it does itself."""
+        self.recorders = [recorder for recorder in self.recorders if recorder.open]
+        return bool(self.recorders) and self.error is None and self.stopped is None
 
     @property
     def started(self) -> bool:

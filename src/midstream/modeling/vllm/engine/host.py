@@ -10,9 +10,11 @@ import msgspec
 import torch
 
 from midstream.errors import MidstreamError, UnsupportedError
+from midstream.interleaving.caches import Cache
 from midstream.interleaving.indices import Limit
 from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.node import Tree
+from midstream.interleaving.recording import open_cache
 from midstream.interleaving.run import Notice, Run, current_run
 from midstream.interleaving.steps import Steps
 from midstream.modeling.vllm.locations import EngineModel
@@ -29,6 +31,7 @@ from midstream.modeling.vllm.wire import (
     Payload,
 )
 from midstream.tracing import Block, Execution, user_traceback
+from midstream.tracing.saves import save
 from midstream.tracing.shipping import loads
 
 Rename = Mapping[str, str | list[str]]
@@ -60,15 +63,24 @@ class Admitted:
     def enters_step(self) -> bool:
         """Count a step of the request; whether the block has something to do in it."""
         self.run.visit, self._steps = self._steps, self._steps + 1
+        if self.run.records:
+            return True
         if self.run.done:
             return False
         return not self.run.started or (
             self.run.awaited is not None and self.run.awaited <= self.run.visit
         )
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more comes: the block has ended, and no cache of it goes on."""
+        return self.run.done and not self.run.recorders
+
     def record(self) -> Record:
         """What the request sends home, once: when its block is done or it closes."""
         self.run.close()
+        for recorder in self.run.recorders:
+            recorder.settle()
         self.recorded = True
         execution, self._execution = self._execution, None
         return Record(
@@ -102,6 +114,7 @@ class BlockHost:
         tokenizer: gives the checkpoint's tokenizer, called when a block first uses it.
         rename: further names for modules.
         limit: bounds of the indices that modules look up.
+        stateful: the layers that run whoever skips them.
     """
 
     def __init__(
@@ -110,10 +123,12 @@ class BlockHost:
         tokenizer: Callable[[], Any],
         rename: Rename | None = None,
         limit: Limit | None = None,
+        stateful: Iterable[Any] = (),
     ):
         self.model = BlockModel(root, tokenizer, rename)
-        self.tracer = BlockTracer()
-        self.interleaver = Interleaver(self.model.tree.modules, limit)
+        self.tracer = BlockTracer(self.model.tree)
+        always = _containing(self.model.tree, {id(layer) for layer in stateful})
+        self.interleaver = Interleaver(self.model.tree.modules, limit, always)
         self._admitted: dict[str, Admitted] = {}
 
     def admit(self, request_id: str, sampling: Any) -> None:
@@ -155,7 +170,7 @@ class BlockHost:
     def finished(self, request_ids: Iterable[str]) -> list[Record]:
         """Records of those blocks that are done while their requests go on, in their order."""
         found = (self._admitted.get(i) for i in sorted(request_ids))
-        return [a.record() for a in found if a is not None and a.run.done and not a.recorded]
+        return [a.record() for a in found if a is not None and a.is_done and not a.recorded]
 
     def close(self, request_ids: Iterable[str]) -> list[Record]:
         """End the blocks of finished requests.
@@ -248,6 +263,15 @@ _ATTENTION = (
 )
 
 
+def _containing(tree: Tree, layers: set[int]) -> list[str]:
+    """Paths of the modules that are, or contain, one of the layers."""
+    return [
+        path
+        for path, module in tree.modules.items()
+        if any(id(inner) in layers for inner in module.modules())
+    ]
+
+
 def _with_attention(tree: Tree) -> list[str]:
     """Paths of the modules that use the KV cache, or contain one that does."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -261,6 +285,9 @@ def _with_attention(tree: Tree) -> list[str]:
 
 class BlockTracer:
     """What `tracer` is inside a block. All blocks of the engine share it, so none may change it."""
+
+    def __init__(self, tree: Tree):
+        object.__setattr__(self, "_tree", tree)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(
@@ -295,6 +322,43 @@ class BlockTracer:
         `min_tokens` say. The step's token counts only if the block had reached `model.samples`.
         """
         current_run("`tracer.stop()`").stop()
+
+    def cache(
+        self,
+        modules: Any = None,
+        device: torch.device | str | None = "cpu",
+        dtype: torch.dtype | None = None,
+        detach: bool = True,
+        include_output: bool = True,
+        include_inputs: bool = False,
+        non_blocking: bool = False,
+    ) -> Cache:
+        """Record modules from here to the end of the request, also after the block has ended.
+
+        Args:
+            modules: modules or their paths, one or several; all if left out.
+            device: where values are kept while the request runs; None leaves them where they are.
+                They come home on the CPU.
+            dtype: what floating-point values are converted to.
+            detach: has no effect: nothing in the engine records gradients.
+            include_output: record what the modules return, after all edits.
+            include_inputs: record what they are called with, after all edits.
+            non_blocking: copy to the CPU beside the forward, into page-locked memory.
+
+        Returns:
+            The cache, which is saved under the name it is bound to.
+
+        Raises:
+            ValueError: the block has read or written something already, or there is no such module.
+        """
+        sides = {"output": include_output, "input": include_inputs}
+        wanted = {
+            "sides": frozenset(side for side, included in sides.items() if included),
+            "device": None if device is None else torch.device(device),
+            "dtype": dtype,
+            "non_blocking": non_blocking,
+        }
+        return save(open_cache(current_run("`tracer.cache()`"), self._tree, modules, wanted))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
