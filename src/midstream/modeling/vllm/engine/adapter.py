@@ -195,8 +195,10 @@ class BlockRunner:
             interleaver = self.blocks.interleaver
             with interleaver.phase(self._rows, self._sizes), self._kernels():
                 args, kwargs = interleaver.hand_over(_ROOT_INPUT, (args, kwargs))
-                return interleaver.hand_over(_ROOT_OUTPUT, forward(*args, **kwargs))
+                value = interleaver.call("", forward, args, kwargs)
+                return interleaver.hand_over(_ROOT_OUTPUT, value)
 
+        traced.__dict__["__wrapped__"] = forward  # for who looks for the forward's source
         return traced
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
