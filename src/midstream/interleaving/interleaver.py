@@ -262,10 +262,11 @@ class Interleaver:
         """
         found = self._around.get(location)
         if found is None:
-            found = [location.path, *self._callers(location)]
-            if location.within is not None:
-                outer = self.owner(location.within)
-                found = self._paths(Location(location.within, "input", outer))
+            if location.within is None:
+                found = [location.path, *self._callers(location)]
+            else:
+                outer = Location(location.within, "input", self.owner(location.within))
+                found = [location.within, *self._paths(outer)]
             if self._learned:
                 self._around[location] = found
         return found

@@ -50,7 +50,7 @@ class Instrument(ast.NodeTransformer):
         callee = node.func
         self.generic_visit(node)
         if _needs_its_frame(node):
-            return node
+            return _without_hook(node)
         line = callee.end_lineno or node.lineno
         hook, number = self._hook(node, _path(callee) or "call", line, callee)
         call = ast.Call(func=hook, args=[number, node.func, *node.args], keywords=node.keywords)
@@ -120,6 +120,29 @@ class Instrument(ast.NodeTransformer):
 def _needs_its_frame(node: ast.Call) -> bool:
     name = node.func.id if isinstance(node.func, ast.Name) else ""
     return name in _BOUND_TO_THEIR_FRAME and not (name == "super" and node.args)
+
+
+def _without_hook(node: ast.Call) -> ast.expr:
+    """`locals()` as the function had them before there was a hook among them."""
+    assert isinstance(node.func, ast.Name)
+    if node.func.id not in ("locals", "vars") or node.args:
+        return node
+    filtered = ast.parse(
+        f"{{name: v for name, v in x.items() if name != {HOOK!r}}}", mode="eval"
+    ).body
+    assert isinstance(filtered, ast.DictComp)
+    items = filtered.generators[0].iter
+    assert isinstance(items, ast.Call)
+    assert isinstance(items.func, ast.Attribute)
+    items.func.value = node
+    return _placed(filtered, node)
+
+
+def _placed(tree: ast.expr, there: ast.expr) -> ast.expr:
+    for part in ast.walk(tree):
+        if part is not there:
+            ast.copy_location(part, there)
+    return tree
 
 
 def _path(node: ast.expr) -> str:
