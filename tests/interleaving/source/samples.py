@@ -103,3 +103,20 @@ class Hidden(torch.nn.Module):
 
 class Lambda(torch.nn.Module):
     forward = lambda self, x: double(x)  # type: ignore[assignment]  # noqa: E731
+
+
+class Named:
+    def named(self) -> Any:
+        return isinstance(self, int) or Named
+
+
+def recursive(x: int) -> int:
+    return recursive(x - 1) + 1 if x else 0
+
+
+def make_class(factor: int) -> Any:
+    class Local:
+        def value(self, x: Any) -> Any:
+            return double(x) * factor, Local.__name__
+
+    return Local()

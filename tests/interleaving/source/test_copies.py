@@ -50,6 +50,13 @@ def test_result(value: Any, args: Any, expected: Any, operations: Any) -> None:
     assert run(value, *args) == (expected, operations)
 
 
+def test_own_names() -> None:
+    """A function or class that names itself means what it meant."""
+    assert run(samples.recursive, 2) == (2, [("recursive_0", 1)])
+    assert run(samples.make_class(3).value, 2) == ((12, "Local"), [("double_0", 4)])
+    assert run(samples.Named().named)[0] is samples.Named
+
+
 def test_arguments() -> None:
     """Defaults and keyword-only arguments are those of the function."""
     assert run(make(1), 2)[0] == 5

@@ -84,7 +84,7 @@ def test_paths_of_nothing(root: Any, path: str) -> None:
 def test_unknown_operation(root: Any) -> None:
     """A name that the forward does not have is an error that lists those it has."""
     with pytest.raises(AttributeError) as failure:
-        root.layers[0].source.attn_0  # noqa: B018
+        root.layers[0].source.attn_0
     text = str(failure.value)
     assert text.startswith("'layers.0' has no operation 'attn_0' in its source.")
     assert "torch_tanh_0, self_mlp_0" in text
@@ -95,9 +95,9 @@ def test_source_of_an_operation(root: Any) -> None:
     layer = root.layers[0].source
     assert layer.self_mlp_0.source.path == "layers.0.mlp.source"
     with pytest.raises(SourceNotAvailableError, match=r"calls .*builtin"):
-        layer.torch_tanh_0.source  # noqa: B018
+        layer.torch_tanh_0.source
     with pytest.raises(SourceNotAvailableError, match="is an assignment"):
-        layer.residual_0.source  # noqa: B018
+        layer.residual_0.source
     assert "known when it runs" in str(root.source.layer_0.source)
 
 
@@ -145,7 +145,7 @@ def test_forward_without_operations(module: torch.nn.Module, reason: str) -> Non
     """A forward that is not Python in one piece is refused, naming the module and why."""
     node = Tree(Holder(module)).root.inner
     with pytest.raises(SourceNotAvailableError, match=reason) as failure:
-        node.source  # noqa: B018
+        node.source
     assert f"The forward of 'inner' ({type(module).__name__})" in str(failure.value)
 
 

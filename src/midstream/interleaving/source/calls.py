@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from midstream.errors import SourceNotAvailableError
 from midstream.interleaving.indices import IndexCheck, RangeCheck
 from midstream.interleaving.locations import Location
 from midstream.interleaving.source.copies import template_of
@@ -34,6 +33,9 @@ class Instrumented:
         owner: path of what it belongs to.
         value: the callable.
 
+    Attributes:
+        names: its operations by their number.
+
     Raises:
         SourceNotAvailableError: it has no Python source.
     """
@@ -42,20 +44,16 @@ class Instrumented:
         self.value = value
         self._found = find_function(value, describe_owner(owner))
         self._template = template_of(self._found.function, describe_owner(owner))
-        self._names = [site.name for site in self._template.sites]
+        self.names = tuple(site.name for site in self._template.sites)
         self._owner = owner
         self._sides: dict[tuple[int, int], Sides] = {}
-
-    @cached_property
-    def names(self) -> frozenset[str]:
-        """Names of its operations."""
-        return frozenset(self._names)
+        self._template.bind(self._found.function, print)  # fails here if it fails at all
 
     def sides(self, number: int, count: int) -> Sides:
         """Locations of an operation, the time the function gets to it counted from 0."""
         found = self._sides.get((number, count))
         if found is None:
-            found = operation_locations(self._owner, self._names[number], count)
+            found = operation_locations(self._owner, self.names[number], count)
             self._sides[number, count] = found
         return found
 
@@ -120,7 +118,7 @@ class Sources:
             return self._prepared[owner]
         try:
             instrumented = Instrumented(owner, value)
-        except SourceNotAvailableError as error:
+        except Exception as error:  # noqa: BLE001  # it is the blocks' error, never the engine's
             instrumented = None
             self._refuse(error, self._waiting(owner))
         self._prepared[owner], self._callables[owner] = instrumented, value
@@ -167,7 +165,7 @@ class Sources:
         if name in instrumented.names:
             return None
         what = describe_owner(location.within or "")
-        return AttributeError(unknown_operation(what, name, sorted(instrumented.names)))
+        return AttributeError(unknown_operation(what, name, instrumented.names))
 
     def operate(self, sides: Sides, callee: Any, args: Any, kwargs: Any) -> Any:
         """Carry out one operation between its two hand-overs."""

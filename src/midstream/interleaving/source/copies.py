@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,7 +73,8 @@ _templates: dict[int, tuple[CodeType, Template]] = {}
 def _make(function: FunctionType, what: str) -> Template:
     definition, lines = find_definition(function, what)
     plain = _compile(copy.deepcopy(definition), function)
-    if not is_same_function(function.__code__, plain, definition):
+    running = function.__code__
+    if running.co_freevars != plain.co_freevars or not is_same_function(running, plain, definition):
         raise SourceNotAvailableError(
             f"{what} has no source: the text of '{function.__qualname__}' in "
             f"{function.__code__.co_filename} is not what runs. Was the file edited since it was "
@@ -100,6 +102,9 @@ def _compile(definition: Definition, function: FunctionType) -> CodeType:
     outer = ast.parse(f"def outer({', '.join(names)}): pass")
     enclosing = outer.body[0]
     assert isinstance(enclosing, ast.FunctionDef)
+    bound = name or definition.name
+    if bound not in code.co_freevars:  # its own name is a global one, as it was
+        body.insert(0, ast.copy_location(ast.Global([bound]), definition))
     enclosing.body = body
     flags = code.co_flags & _FUTURE_FLAGS
     ast.fix_missing_locations(outer)
@@ -168,5 +173,7 @@ def _variable(name: str, function: FunctionType, receiver: Any) -> Any:
         return receiver
     if name in (*code.co_varnames, *code.co_cellvars):
         raise LookupError(name)
-    builtins = function.__builtins__
-    return function.__globals__[name] if name in function.__globals__ else builtins[name]
+    for names in (function.__globals__, vars(builtins)):
+        if name in names:
+            return names[name]
+    raise LookupError(name)
