@@ -59,9 +59,10 @@ class IndexCheck:
 
 
 class RangeCheck:
-    """Raises for integers outside the range that the step itself has at this place.
+    """Raises for integers outside the range that the step itself has at this place, and for masks.
 
-    What an operation does with integers is not known; those that the step has are fit for it.
+    What an operation does with integers is not known; those that the step has are fit for it. A
+    mask may decide how many rows a tensor has, which the rest of the forward relies on.
 
     Args:
         value: the operation's arguments or result, with the rows of all requests.
@@ -74,10 +75,15 @@ class RangeCheck:
         """Check a leaf.
 
         Raises:
-            ValueError: it holds an integer outside the range.
+            ValueError: it holds an integer outside the range, or is a mask.
         """
         there = self._leaves[index]
-        if there.dtype == torch.bool or there.is_floating_point() or there.is_complex():
+        if there.dtype == torch.bool:
+            raise ValueError(
+                "A mask inside a forward cannot be written, since the shapes of other tensors may "
+                "depend on it. Write what is computed with it."
+            )
+        if there.is_floating_point() or there.is_complex():
             return
         if not value.numel() or not there.numel():
             return

@@ -53,7 +53,7 @@ class Interleaver:
 
     def begin_step(self, runs: Sequence[Run]) -> None:
         """Begin a step with these blocks active; they execute up to their first access in it."""
-        self._position = -1
+        self._position, self._current = -1, None
         self._passed.clear()
         self._sources.begin_step()
         self.in_step = True

@@ -396,6 +396,7 @@ class Special(Layer):
         chosen = local(hidden)
         best = torch.max(hidden, dim=1)
         rank = positions + 0
+        mask = positions > 0
         hidden = self.method(chosen) + best.values[:, None] + hidden.new_ones(6)[rank][:, None]
         return hidden, residual
 
@@ -474,7 +475,7 @@ def test_named_results_keep_their_type(special: Steps) -> None:
 
 
 def test_indices_stay_in_range() -> None:
-    """In an engine, integers of an operation keep the range that the step has."""
+    """In an engine, integers of an operation keep the range that the step has, and masks stay."""
     model = Toy()
     model.layers[1] = Special(4)
     steps = Steps(model)
@@ -486,6 +487,8 @@ def test_indices_stay_in_range() -> None:
     steps.step([rows(3, 1)], [lambda: block(2)])
     with pytest.raises(ValueError, match=r"Integers 3 to 3 .* whose own are 0 to 2"):
         steps.step([rows(3, 1)], [lambda: block(3)])
+    with pytest.raises(ValueError, match="mask"):
+        steps.step([rows(3, 1)], [lambda: steps.root.layers[1].source.mask_0.output.fill_(True)])
 
 
 class Buffered(Layer):

@@ -10,7 +10,11 @@ import pytest
 import torch
 
 from midstream.errors import InterventionError, OutOfOrderError, SourceNotAvailableError
-from tests.modeling.vllm.conftest import Neighbour, line_of, place, plain_tokens
+from midstream.interleaving.events import Rows
+from midstream.interleaving.interleaver import Interleaver
+from midstream.interleaving.node import Tree
+from midstream.interleaving.run import Run
+from tests.modeling.vllm.conftest import Neighbour, line_of, place, plain_tokens, runner_of
 from tests.support.changes import Change
 from tests.support.checkpoints import A, B
 from tests.support.compare import assert_close
@@ -156,6 +160,76 @@ def test_gpt2_stream_between_attention_and_mlp(engine: Any, oracle: Any) -> None
     assert activated[0] == len(A)
     assert_close(logits, right.logits[:1], clean)
     assert list(tracer.result.outputs[0].token_ids) == right.tokens
+
+
+def want_everything(interleaver: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have every forward of every step run instrumented; the paths of those that did."""
+    sources, ran = interleaver._sources, []
+    prepare = sources._prepare
+
+    def prepared(owner: str, value: Any) -> Any:
+        found = prepare(owner, value)
+        if found is not None:
+            ran.append(owner)
+        return found
+
+    paths = list(interleaver.modules)
+    monkeypatch.setattr(sources, "_prepare", prepared)
+    monkeypatch.setattr(sources, "begin_step", lambda: sources.wanted.update(paths))
+    monkeypatch.setattr(interleaver, "_paths_to_replace", lambda: paths)
+    return ran
+
+
+@pytest.mark.parametrize("name", ["T-LLAMA", "T-QWEN3", "T-GPT2"])
+def test_all_forwards_instrumented(
+    name: str, engine: Any, oracle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every forward instrumented at once the tokens are HuggingFace's."""
+    model = engine(name)
+    interleaver = runner_of(model).blocks.interleaver
+    ran = want_everything(interleaver, monkeypatch)
+
+    def block(model: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:4]:
+            model.logits_processor.output
+
+    tokens = list(model.trace(A, block=block, **GREEDY).result.outputs[0].token_ids)
+    assert tokens == oracle(name).generate(A, 4).tokens
+    assert len(set(ran)) > 40
+    assert len(ran) >= 4 * len(set(ran))
+    assert None not in interleaver._sources._prepared.values()  # none was refused
+
+
+@pytest.mark.parametrize("name", ["T-LLAMA", "T-QWEN3", "T-GPT2"])
+def test_forwards_of_huggingface(name: str, oracle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decorated forwards and functions chosen at run time work too: HuggingFace's own model."""
+    hf = oracle(name).model
+    tree = Tree(hf)
+    interleaver, got = Interleaver(tree.modules), []
+    ran = want_everything(interleaver, monkeypatch)
+    layer = "transformer.h.2.attn" if name == "T-GPT2" else "model.layers.2.self_attn"
+
+    def block() -> None:
+        attention = tree.root.get(f"{layer}.source.attention_interface_1")
+        got.append(attention.source.nn_functional_softmax_0.output)
+        got.append(attention.output[1])
+
+    ids = torch.tensor([A])
+    for _ in range(2):
+        run = Run(block)
+        with torch.inference_mode():
+            right = hf(ids, use_cache=False).logits
+            interleaver.begin_step([run])
+            with interleaver.phase({run: Rows(0, len(A))}, (len(A),)):
+                logits = hf(ids, use_cache=False).logits
+            interleaver.finish_step()
+        assert run.error is None
+        assert torch.equal(logits, right)
+        assert torch.equal(got[-2], got[-1])
+        assert torch.allclose(got[-1].sum(-1), torch.ones(()))
+    assert layer in ran
+    assert len(set(ran)) > 30
+    assert None not in interleaver._sources._prepared.values()  # none was refused
 
 
 def test_operation_named_outside_the_block(llama: Any, hf: Oracle) -> None:
