@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -445,6 +447,39 @@ def test_unknown_operations_of_a_called_function(
     """Where the function is known only when it runs, so is that it lacks an operation."""
     with pytest.raises(error, match=text):
         special.step([rows(3, 1)], [lambda: access(special.root.layers[1].source)])
+
+
+def test_operation_that_calls_a_module(steps: Steps) -> None:
+    """Where a variable turns out to be a module, the error names the module to look into."""
+    for k in (0, 2):
+        with pytest.raises(SourceNotAvailableError, match=f"calls the module 'layers.{k}'"):
+            block = lambda k=k: steps.root.source.layer_0[k].source.torch_tanh_0.output  # noqa: E731
+            steps.step([rows(3, 1)], [block])
+
+
+class Splits(Layer):
+    """A layer that calls a method of a tensor, and notes the tensor."""
+
+    def forward(self, positions: Any, hidden: Any, residual: Any) -> Any:
+        sums = hidden + 1
+        self.__dict__["seen"] = weakref.ref(sums)
+        return sums.split(2, dim=1)[0].repeat(1, 2), residual
+
+
+def test_tensors_of_a_step_are_not_kept() -> None:
+    """A method whose inside was looked at does not keep its tensor alive."""
+    model, got = Toy(), []
+    model.layers[1] = Splits(4)
+    steps = Steps(model)
+
+    def block() -> None:
+        split = steps.root.layers[1].source.sums_split_0
+        got.append(split.source.isinstance_0.output)
+
+    steps.step([rows(3, 1)], [block])
+    assert len(got) == 1
+    gc.collect()
+    assert model.layers[1].seen() is None
 
 
 def test_nested_order(special: Steps) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cached_property
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from midstream.errors import SourceNotAvailableError
 from midstream.interleaving.indices import IndexCheck, RangeCheck
 from midstream.interleaving.locations import Location
 from midstream.interleaving.source.copies import template_of
@@ -41,7 +43,6 @@ class Instrumented:
     """
 
     def __init__(self, owner: str, value: Callable[..., Any]):
-        self.value = value
         self._found = find_function(value, describe_owner(owner))
         self._template = template_of(self._found.function, describe_owner(owner))
         self.names = tuple(site.name for site in self._template.sites)
@@ -72,8 +73,7 @@ class Sources:
 
     def __init__(self, interleaver: Interleaver):
         self._interleaver = interleaver
-        self._prepared: dict[str, Instrumented | None] = {}
-        self._callables: dict[str, Any] = {}
+        self._prepared: dict[str, tuple[Any, Instrumented | None]] = {}
         self._charted: set[str] = set()
         self._inside: dict[str, Instrumented] = {}
         self.wanted: set[str] = set()
@@ -114,15 +114,31 @@ class Sources:
                 self._inside[owner] = before
 
     def _prepare(self, owner: str, value: Callable[..., Any]) -> Instrumented | None:
-        if owner in self._prepared and self._callables[owner] == value:
-            return self._prepared[owner]
+        """A callable made ready; None if that is not possible, which those who wait are told.
+
+        Only modules' forwards are kept: what an operation calls may hold tensors of the step.
+        """
+        kept = self._prepared.get(owner)
+        if kept is not None and _is_same(kept[0], value):
+            return kept[1]
+        instrumented = None
         try:
+            self._refuse_module(owner, value)
             instrumented = Instrumented(owner, value)
         except Exception as error:  # noqa: BLE001  # it is the blocks' error, never the engine's
-            instrumented = None
             self._refuse(error, self._waiting(owner))
-        self._prepared[owner], self._callables[owner] = instrumented, value
+        if self._interleaver.owner(owner) is None:
+            self._prepared[owner] = value, instrumented
         return instrumented
+
+    def _refuse_module(self, owner: str, value: Any) -> None:
+        if isinstance(value, torch.nn.Module):
+            paths = [p for p, module in self._interleaver.modules.items() if module is value]
+            where = f" '{paths[0]}'" if paths else ""
+            raise SourceNotAvailableError(
+                f"'{owner}' calls the module{where}, whose operations are in that module's own "
+                "`.source`."
+            )
 
     def _waiting(self, owner: str) -> list[Location]:
         return [place for place in self._interleaver.waiting if place.within == owner]
@@ -189,6 +205,12 @@ class Sources:
         if isinstance(callee, torch.nn.Module):
             return IndexCheck(callee, value, limit)
         return RangeCheck(value)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, MethodType) and isinstance(other, MethodType):
+        return one.__self__ is other.__self__ and one.__func__ is other.__func__
+    return one is other
 
 
 class _Calls:
