@@ -40,13 +40,18 @@ def current_run(what: str) -> Run:
     Raises:
         NotInTraceError: outside a running block.
     """
-    run = getattr(greenlet.getcurrent(), "block_run", None)
+    run = running()
     if run is None:
         raise NotInTraceError(
             f"{what} was asked for outside a running block. Values of the forward pass exist only "
             "inside `with model.trace(...)`; save what you need there with `.save()`."
         )
-    return run  # type: ignore[no-any-return]
+    return run
+
+
+def running() -> Run | None:
+    """The run whose block is executing, if one is."""
+    return getattr(greenlet.getcurrent(), "block_run", None)
 
 
 class Mark(NamedTuple):
@@ -104,6 +109,7 @@ class Run:
         warnings: what is to be warned about in the caller's process.
         recorders: what is recorded for the block, until its request ends.
         error: what the block raised, if it did.
+        uses_source: whether the block may ask for operations inside a forward.
         marks: where in the user's code the last value was asked for, for error texts.
     """
 
@@ -125,6 +131,7 @@ class Run:
         self.warnings: list[Notice] = []
         self.recorders: list[Recorder] = []
         self._abandoned = False
+        self.uses_source = False
         self.marks: Mark | None = None
 
     @property

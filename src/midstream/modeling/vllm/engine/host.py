@@ -16,6 +16,7 @@ from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.node import Tree
 from midstream.interleaving.recording import open_cache
 from midstream.interleaving.run import Notice, Run, current_run
+from midstream.interleaving.source import find_source
 from midstream.interleaving.steps import Steps
 from midstream.modeling.vllm.locations import EngineModel
 from midstream.modeling.vllm.payloads import BlockError, BlockWarning, Record
@@ -47,6 +48,7 @@ class Admitted:
         self._block: Block | None = None
         self._execution: Execution | None = None
         self.run = Run(self._execute, seed=zlib.crc32(payload))
+        self.run.uses_source = b"source" in self._payload.block
         self.reported = False
         self.recorded = False
         self._steps = 0
@@ -202,7 +204,8 @@ class BlockHost:
         if reference == TOKENIZER:
             return self.model.tokenizer
         kind, _, path = reference.partition(":")
-        node = self.model.tree.nodes.get(path) if kind == NODE else None
+        tree = self.model.tree
+        node = (tree.nodes.get(path) or find_source(tree, path)) if kind == NODE else None
         if node is None:
             raise MidstreamError(
                 f"The block refers to '{reference}', which this engine does not have. Was it "
