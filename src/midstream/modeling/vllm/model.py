@@ -15,6 +15,7 @@ from midstream.modeling.vllm import bootstrap, meta, prompts
 from midstream.modeling.vllm.building import refuse_reimport
 from midstream.modeling.vllm.client import Engine, Outcome, Submission
 from midstream.modeling.vllm.data import Request, read
+from midstream.modeling.vllm.generate import Generating
 from midstream.modeling.vllm.locations import EngineModel
 from midstream.modeling.vllm.tokenizers import tokenizer_of
 from midstream.modeling.vllm.tracer import Tracer
@@ -24,7 +25,7 @@ from midstream.tracing import Block
 _SPECIAL = 8  # tokens that a tokenizer may put around a text; the text has at most one a byte
 
 
-class VLLM(EngineModel):
+class VLLM(Generating, EngineModel):
     """A language model served by vLLM, whose forward passes can be read and edited.
 
     Without ``dispatch`` only the module tree and the tokenizer are made: no weights, no GPU. The
@@ -194,14 +195,15 @@ class VLLM(EngineModel):
         return tracer
 
     def _submit(self, requests: Sequence[Request]) -> list[Outcome]:
-        """Run requests with their blocks, together."""
+        """Run requests together, each with its block if it has one."""
         submissions = [_submission(request) for request in requests]
         with self._lock:
             self.dispatch()
             engine = self._engine
             assert engine is not None
             for submission in submissions:
-                self._check_length(submission.prompt)
+                if submission.payload is not None:
+                    self._check_length(submission.prompt)
             try:
                 return engine.run(submissions)
             finally:
@@ -243,7 +245,7 @@ class VLLM(EngineModel):
 def _submission(request: Request) -> Submission:
     settings = dict(request.settings)
     lora = settings.pop("lora_request", None)
-    payload = Payload(request.block, request.keep)
+    payload = Payload(request.block, request.keep) if request.block else None
     return Submission(request.prompt, args.sampling(settings), payload, lora)
 
 

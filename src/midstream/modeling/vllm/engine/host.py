@@ -234,6 +234,17 @@ class BlockModel(EngineModel):
             "again after the `with`."
         )
 
+    def generate(self, *args: Any, **settings: Any) -> NoReturn:
+        """Refuse, as ``trace``.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "`model.generate()` inside a block is not supported: the block runs beside its own "
+            "request. Generate before or after the `with`."
+        )
+
 
 _ATTENTION = (
     "it contains attention or a state, which reads and writes the cache of all requests in the "
