@@ -43,6 +43,7 @@ class Interleaver:
         self._replaced: dict[str, tuple[torch.nn.Module, Any]] = {}
         self._around: dict[Location, list[str]] = {}
         self._paused = False
+        self._in_turns = False  # whether a request has several blocks
         self.in_forward = False
         self.in_step = False
 
@@ -51,6 +52,7 @@ class Interleaver:
         self._position = -1
         self._passed.clear()
         self.in_step = True
+        self._in_turns = any(run.turn for run in runs)
         for run in runs:
             run.interleaver = self
             if not run.started or run.awaited is not None:
@@ -130,10 +132,12 @@ class Interleaver:
             rows, sizes = self._rows, self._sizes
         if self._limit is not None and location.side == "input":
             check = IndexCheck(self._modules[location.path], value, self._limit)
-        event = Event(value, sizes, [rows[run] for run in runs], check)
-        for run in runs:
-            self._serve(run, location, event, rows[run])
-        return event.result()
+        for together in _in_turns(runs) if self._in_turns else (runs,):
+            event = Event(value, sizes, [rows[run] for run in together], check)
+            for run in together:
+                self._serve(run, location, event, rows[run])
+            value = event.result()
+        return value
 
     def _serve(self, run: Run, location: Location, event: Event, rows: Rows) -> None:
         """Give one block its rows, let it execute, and take back what it changed."""
@@ -266,3 +270,14 @@ class Interleaver:
             return value
 
         return traced
+
+
+def _in_turns(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs that share an event, one event after the other: none has two blocks of one request.
+
+    A later block of a request is to see what an earlier one wrote, and copies are made once.
+    """
+    turns: dict[int, list[Run]] = {}
+    for run in runs:
+        turns.setdefault(run.turn, []).append(run)
+    return [turns[turn] for turn in sorted(turns)]

@@ -81,6 +81,7 @@ class Run:
 
     Attributes:
         visit: step of the request the block is in, counted from 0 (the prefill).
+        turn: place among the blocks of its request, which are served one after the other.
         wanted: the location the block waits for; None while it executes or when it is done.
         awaited: the step the block waits for, if it does.
         closed: whether the request has ended, so that no further step comes.
@@ -100,6 +101,7 @@ class Run:
         self._seed = seed
         self.interleaver: Interleaver | None = None
         self.visit = 0
+        self.turn = 0
         self.wanted: Location | None = None
         self.served: dict[Location, Served] = {}
         self.error: BaseException | None = None

@@ -20,7 +20,7 @@ from midstream.modeling.vllm.ending import PATIENCE, Ending
 from midstream.modeling.vllm.interrupts import held
 from midstream.modeling.vllm.payloads import Record, unpack
 from midstream.modeling.vllm.payloads.segments import discard, owner_id, sweep
-from midstream.modeling.vllm.wire import KEY, RECORDS, Payload
+from midstream.modeling.vllm.wire import EDIT, KEY, RECORDS, Payload
 
 _TAGS = itertools.count()  # tell this process's engines apart
 _PATIENCE = 60.0  # seconds an engine in this process may step without closing a finished request
@@ -37,15 +37,19 @@ class Outcome:
     Attributes:
         ids: its sequences, as the engine names them.
         plain: whether it runs without any block, so that no record of it comes.
+        edited: whether installed edits run beside it.
         output: vLLM's finished `RequestOutput`; None if the request was aborted.
         records: what its block left, one for each sequence of the request; None for one that ended
             before the block began.
+        edits: what the edits left, for each sequence in the order of installation.
     """
 
     ids: list[str] = field(default_factory=list)
     plain: bool = False
+    edited: bool = False
     output: Any = None
     records: list[Record | None] = field(default_factory=list)
+    edits: list[list[Record]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,29 @@ class Engine:
             self._sequences.clear()
             self._closed.clear()
 
+    @property
+    def running(self) -> bool:
+        """Whether it is running requests."""
+        return self._running
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every worker, between requests.
+
+        Raises:
+            EngineDeadError: the engine's process ended.
+            UnsupportedError: called while this thread is running requests.
+        """
+        if self._running:
+            raise UnsupportedError("The engine cannot be changed while it runs a trace.")
+        try:
+            with held():
+                found: list[Any] = self.llm.collective_rpc(method, args=arguments)
+        except BaseException as error:
+            if self._has_died(error):
+                raise EngineDeadError(_DEAD) from error
+            raise
+        return found
+
     def _run(self, submissions: Sequence[Submission]) -> list[Outcome]:
         try:
             with held():
@@ -145,8 +172,14 @@ class Engine:
         with bootstrap.environment(bootstrap.runner_variables(self._vllm)):
             request = self._core.add_request(name, prompt, params, lora_request=submission.lora)
         ids = [request] if params.n == 1 else [f"{index}_{request}" for index in range(params.n)]
-        outcome = Outcome(ids, plain=submission.payload is None, records=[None] * params.n)
-        self._outcomes[name] = outcome
+        payload = submission.payload
+        outcome = self._outcomes[name] = Outcome(
+            ids,
+            plain=payload is None,
+            edited=payload is not None and bool(payload.edits),
+            records=[None] * params.n,
+            edits=[[] for _ in ids],
+        )
         self._sequences.update({i: (outcome, index) for index, i in enumerate(ids)})
 
     def _has_died(self, error: BaseException) -> bool:
@@ -216,7 +249,10 @@ class Engine:
         for record in unpack(message["records"]) if message["records"] else ():
             if record.request_id in self._sequences:
                 outcome, index = self._sequences[record.request_id]
-                outcome.records[index] = record
+                if EDIT in record.extra:
+                    outcome.edits[index].append(record)
+                else:
+                    outcome.records[index] = record
 
     def close(self) -> None:
         """End the engine's processes and free what this one holds of it; twice is no error."""

@@ -12,6 +12,8 @@ from midstream.errors import CaptureError, PromptError
 from midstream.modeling.vllm.arguments import check_settings
 from midstream.modeling.vllm.client import Outcome
 from midstream.modeling.vllm.data import Request
+from midstream.modeling.vllm.edits import EditRegistry
+from midstream.modeling.vllm.outputs import attach_edits, warn_of_failures
 
 if TYPE_CHECKING:
     from midstream.modeling.vllm.tracer import Tracer
@@ -42,6 +44,7 @@ class Outputs(list[Any]):
 class Generating:
     """What a `VLLM` generates without a block."""
 
+    _edits: EditRegistry
     trace: Callable[..., Tracer]
     _prompt: Callable[..., dict[str, Any]]
     _submit: Callable[[Sequence[Request]], list[Outcome]]
@@ -61,17 +64,23 @@ class Generating:
                 default: 16 tokens, drawn at temperature 1.0.
 
         Returns:
-            vLLM's `RequestOutput` of each prompt, in their order; or the tracer.
+            vLLM's `RequestOutput` of each prompt, in their order; or the tracer. Outputs of
+            requests that installed edits ran beside have ``saves``, the edits' values by name, and
+            ``edit_error``, an `InterventionError` or None.
 
         Raises:
             PromptError: no prompt, or something that is none.
             TypeError: an unknown setting.
+            ValueError: no installed edit has one of the names.
         """
         if block is not None or _opens_with(sys._getframe(1)):
             return self.trace(*prompts, block=block, **settings)
         check_settings(settings)
+        self._edits.chosen(settings.get("edits"))
         found = [self._prompt(each, ()) for each in _several(prompts)]
         outcomes = self._submit([Request(each, dict(settings), b"") for each in found])
+        attach_edits(outcomes)
+        warn_of_failures(outcomes, stacklevel=3)
         return Outputs(outcome.output for outcome in outcomes)
 
 

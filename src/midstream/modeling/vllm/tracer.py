@@ -19,6 +19,7 @@ from midstream.modeling.vllm.data import Request, write
 from midstream.modeling.vllm.failures import raise_failures
 from midstream.modeling.vllm.invoke import Invoke
 from midstream.modeling.vllm.merging import merge
+from midstream.modeling.vllm.outputs import attach_edits
 from midstream.tracing import Block, Capture, Execution, bind, forget_skip
 from midstream.tracing.shipping import dumps
 
@@ -37,7 +38,7 @@ class Tracer:
         saves: the saved values by name.
         result: vLLM's finished `RequestOutput` (text, token ids, finish reason), a list of them in
             the order of the invokes if there are several; None before the trace has run and for a
-            request that was aborted.
+            request that was aborted. Where installed edits ran, its ``saves`` has their values.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class Tracer:
 
         Args:
             prompt: as in ``VLLM.trace``.
-            settings: this request's sampling settings and `lora_request`; what they leave out is
-                taken from the trace's.
+            settings: this request's sampling settings, `lora_request` and `edits`; what they leave
+                out is taken from the trace's.
 
         Returns:
             A context manager whose body is the request's block.
@@ -117,6 +118,8 @@ class Tracer:
             )
         checked = None if prompt is None else self._model._prompt(prompt, more)
         check_settings(settings)
+        if self._run:
+            self._model._edits.chosen(settings.get("edits"))
         return Invoke(self, checked, settings)
 
     def _collect(self, block: Block) -> dict[str, Any]:
@@ -171,7 +174,8 @@ class Tracer:
         self.saves = merge([record.saves for record in records], shared)
         for warning in (warning for record in records for warning in record.warnings):
             warning.emit()
-        raise_failures([record.error for record in records if record.error is not None])
+        failed = [record.error for record in records if record.error is not None]
+        raise_failures([*attach_edits(outcomes), *failed])
 
     @property
     def iter(self) -> NoReturn:

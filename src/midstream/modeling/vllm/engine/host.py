@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -15,9 +15,12 @@ from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.node import Tree
 from midstream.interleaving.run import Notice, Run, current_run
 from midstream.interleaving.steps import Steps
+from midstream.modeling.vllm.engine.edits import InstalledEdit, InstalledEdits
+from midstream.modeling.vllm.engine.refusals import refused
 from midstream.modeling.vllm.locations import EngineModel
 from midstream.modeling.vllm.payloads import BlockError, BlockWarning, Record
 from midstream.modeling.vllm.wire import (
+    EDIT,
     FAILED,
     KEY,
     MODEL,
@@ -35,15 +38,31 @@ Rename = Mapping[str, str | list[str]]
 
 
 class Admitted:
-    """One request's block, from its first step to its close."""
+    """One request's block, from its first step to its close.
 
-    def __init__(self, request_id: str, payload: bytes, host: BlockHost, ends: frozenset[int]):
+    Args:
+        edits: installed edits that run before it, each a block beside the same request.
+        edit: the installed edit that this is, if it is one.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        payload: Payload,
+        host: BlockHost,
+        ends: frozenset[int],
+        edits: Sequence[Admitted] = (),
+        edit: InstalledEdit | None = None,
+    ):
         self.request_id = request_id
         self.ending_ids = ends
-        self._payload, self._host = msgspec.msgpack.decode(payload, type=Payload), host
+        self._payload, self._host = payload, host
+        self._edits, self._edit = edits, edit
         self._block: Block | None = None
         self._execution: Execution | None = None
-        self.run = Run(self._execute, seed=zlib.crc32(payload))
+        self.run = Run(self._execute, seed=zlib.crc32(payload.block))
+        for turn, block in enumerate([*edits, self] if edits else ()):
+            block.run.turn = turn
         self.reported = False
         self._steps = 0
 
@@ -56,17 +75,32 @@ class Admitted:
         self._execution = execution
         execution.run()
 
-    def enters_step(self) -> bool:
-        """Count a step of the request; whether the block has something to do in it."""
+    def entering(self) -> list[Run]:
+        """Count a step of the request; its runs that have something to do in it, in their turn."""
+        entering = [self.run] if self._enters_step() else []
+        if self._edits:
+            entering = [*(edit.run for edit in self._edits if edit._enters_step()), *entering]
+        return entering
+
+    def _enters_step(self) -> bool:
         self.run.visit, self._steps = self._steps, self._steps + 1
-        if self.run.done:
+        if self.run.done or not self._has_block:
             return False
         return not self.run.started or (
             self.run.awaited is not None and self.run.awaited <= self.run.visit
         )
 
-    def record(self) -> Record:
-        """What the request sends home when it closes."""
+    @property
+    def _has_block(self) -> bool:
+        """Whether there is one; a request may run installed edits only."""
+        return bool(self._payload.block) or self._edit is not None
+
+    def records(self) -> list[Record]:
+        """What the request sends home when it closes: a record of each of its blocks."""
+        found = [record for edit in self._edits for record in edit.records()]
+        return [*found, self._record()] if self._has_block else found
+
+    def _record(self) -> Record:
         self.run.close()
         execution = self._execution
         return Record(
@@ -74,11 +108,21 @@ class Admitted:
             saves=execution.saves() if execution is not None else {},
             error=self._error(self.run.error),
             warnings=[_warning(notice) for notice in self.run.warnings],
+            extra={EDIT: self._edit.id} if self._edit is not None else {},
         )
+
+    def how_ended(self) -> str:
+        """How a block has ended the request; an edit that failed lets it go on."""
+        for edit in self._edits:
+            if edit.run.stopped is not None:
+                return _how_ended(edit.run)
+        return _how_ended(self.run)
 
     def _error(self, error: BaseException | None) -> BlockError | None:
         if error is None:
             return None
+        if self._edit is not None:
+            error.add_note(f"Raised in the installed edit {self._edit.label}.")
         return BlockError.of(error, _traceback_of(error, self._block))
 
 
@@ -112,25 +156,33 @@ class BlockHost:
         self.model = BlockModel(root, tokenizer, rename)
         self.tracer = BlockTracer()
         self.interleaver = Interleaver(self.model.tree.modules, limit)
+        self.edits = InstalledEdits()
         self._admitted: dict[str, Admitted] = {}
 
     def admit(self, request_id: str, sampling: Any) -> None:
         """Take in a request; one that returns after a preemption keeps its block.
 
         Args:
-            sampling: vLLM's sampling parameters, which carry the block.
+            sampling: vLLM's sampling parameters, which carry the block and name the edits.
         """
-        payload = (sampling.extra_args or {}).get(KEY)
-        if payload is not None and request_id not in self._admitted:
-            ends = {sampling.eos_token_id, *(sampling.stop_token_ids or ())} - {None}
-            self._admitted[request_id] = Admitted(request_id, payload, self, frozenset(ends))
+        given = (sampling.extra_args or {}).get(KEY)
+        if given is not None and request_id not in self._admitted:
+            payload = msgspec.msgpack.decode(given, type=Payload)
+            ends = frozenset({sampling.eos_token_id, *(sampling.stop_token_ids or ())} - {None})
+            edits = [
+                Admitted(request_id, Payload(edit.block), self, ends, edit=edit)
+                for edit in self.edits.chosen(payload.edits)
+            ]
+            self._admitted[request_id] = Admitted(request_id, payload, self, ends, edits)
 
     def ending_ids(self, request_id: str) -> frozenset[int]:
         """Token ids that end a request: end of sequence, unless ignored, and its stop tokens."""
         return self._admitted[request_id].ending_ids
 
-    def active(self, request_ids: Iterable[str]) -> dict[str, Run]:
+    def active(self, request_ids: Iterable[str]) -> dict[str, list[Run]]:
         """Runs, by request, of those blocks that have something to do in the step that begins.
+
+        A request that runs edits has several, in the order in which they take turns.
 
         Args:
             request_ids: the requests of the step; called once for each step.
@@ -138,13 +190,14 @@ class BlockHost:
         if not self._admitted:
             return {}
         found = ((i, self._admitted.get(i)) for i in request_ids)
-        return {i: a.run for i, a in found if a is not None and a.enters_step()}
+        entering = ((i, a.entering()) for i, a in found if a is not None)
+        return {i: runs for i, runs in entering if runs}
 
     def ended(self) -> list[tuple[str, str]]:
         """Requests that their block has ended since the last call, and how (see ``wire``)."""
         found = []
         for request_id, admitted in self._admitted.items():
-            how = _how_ended(admitted.run)
+            how = admitted.how_ended()
             if how and not admitted.reported:
                 admitted.reported = True
                 found.append((request_id, how))
@@ -154,12 +207,12 @@ class BlockHost:
         """End the blocks of finished requests.
 
         Returns:
-            Their records, in the order of the requests' ids.
+            Their records, in the order of the requests' ids, those of edits first.
         """
         if not self._admitted:
             return []
         closed = [self._admitted.pop(i) for i in sorted(request_ids) if i in self._admitted]
-        return [admitted.record() for admitted in closed]
+        return [record for admitted in closed for record in admitted.records()]
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._admitted
@@ -234,16 +287,9 @@ class BlockModel(EngineModel):
             "again after the `with`."
         )
 
-    def generate(self, *args: Any, **settings: Any) -> NoReturn:
-        """Refuse, as ``trace``.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            "`model.generate()` inside a block is not supported: the block runs beside its own "
-            "request. Generate before or after the `with`."
-        )
+    generate = refused("generate", "Generate before or after the `with`.")
+    edit = refused("edit", "Install the edit before the request.")
+    clear_edits = refused("clear_edits", "Clear edits before the request, or leave them out there.")
 
 
 _ATTENTION = (
