@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import greenlet
 
@@ -81,6 +81,7 @@ class Run:
 
     Attributes:
         visit: step of the request the block is in, counted from 0 (the prefill).
+        context: what the engine around it keeps with the block.
         turn: place among the blocks of its request, which are served one after the other.
         wanted: the location the block waits for; None while it executes or when it is done.
         awaited: the step the block waits for, if it does.
@@ -102,6 +103,7 @@ class Run:
         self.interleaver: Interleaver | None = None
         self.visit = 0
         self.turn = 0
+        self.context: Any = None
         self.wanted: Location | None = None
         self.served: dict[Location, Served] = {}
         self.error: BaseException | None = None

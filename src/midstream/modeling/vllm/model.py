@@ -18,15 +18,16 @@ from midstream.modeling.vllm.data import Request, read
 from midstream.modeling.vllm.edits import Editable, EditRegistry
 from midstream.modeling.vllm.generate import Generating
 from midstream.modeling.vllm.locations import EngineModel
+from midstream.modeling.vllm.stored import Stored, Storing, no_objects
 from midstream.modeling.vllm.tokenizers import tokenizer_of
 from midstream.modeling.vllm.tracer import Tracer
-from midstream.modeling.vllm.wire import KEY, MODEL, NODE, TOKENIZER, TRACER, Payload
+from midstream.modeling.vllm.wire import KEY, MODEL, NODE, STORED, TOKENIZER, TRACER, Payload
 from midstream.tracing import Block
 
 _SPECIAL = 8  # tokens that a tokenizer may put around a text; the text has at most one a byte
 
 
-class VLLM(Generating, Editable, EngineModel):
+class VLLM(Generating, Editable, Storing, EngineModel):
     """A language model served by vLLM, whose forward passes can be read and edited.
 
     Without ``dispatch`` only the module tree and the tokenizer are made: no weights, no GPU. The
@@ -66,7 +67,7 @@ class VLLM(Generating, Editable, EngineModel):
         self.repo = str(repo)
         self._engine: Engine | None = None
         self._lock = threading.RLock()  # an engine runs one trace; other threads wait
-        self._edits = EditRegistry(self)
+        self._edits, self._stored = EditRegistry(self), no_objects()
         self._vllm = bootstrap.installed()
         bootstrap.refuse_old_runner()
         if dispatch:
@@ -119,6 +120,7 @@ class VLLM(Generating, Editable, EngineModel):
         with self._lock:
             engine, self._engine = self._engine, None
             self._edits.forget()
+            self._stored = no_objects()
             if engine is not None:
                 engine.close()
 
@@ -284,6 +286,8 @@ class VLLM(Generating, Editable, EngineModel):
             raise CaptureError(f"The block uses '{value.path}' of another model than it traces.")
         if isinstance(value, Tracer):
             return TRACER
+        if isinstance(value, Stored):
+            return f"{STORED}:{value._reference(self)}"
         if value is self._tokenizer and value is not None:
             return TOKENIZER
         return None

@@ -39,3 +39,6 @@ STOP_REASON = "tracer.stop"
 
 MODEL, TRACER, TOKENIZER, NODE = "model", "tracer", "tokenizer", "node"
 """References by which a block names the model's own objects; `node:<path>` is a module."""
+
+STORED = "stored"
+"""`stored:<name>` is what a client has put into the engine."""

@@ -17,6 +17,7 @@ from midstream.interleaving.run import Notice, Run, current_run
 from midstream.interleaving.steps import Steps
 from midstream.modeling.vllm.engine.edits import InstalledEdit, InstalledEdits
 from midstream.modeling.vllm.engine.refusals import refused
+from midstream.modeling.vllm.engine.stored import Store
 from midstream.modeling.vllm.locations import EngineModel
 from midstream.modeling.vllm.payloads import BlockError, BlockWarning, Record
 from midstream.modeling.vllm.wire import (
@@ -27,6 +28,7 @@ from midstream.modeling.vllm.wire import (
     NODE,
     STOPPED,
     STOPPED_BEFORE_TOKEN,
+    STORED,
     TOKENIZER,
     TRACER,
     Payload,
@@ -61,13 +63,15 @@ class Admitted:
         self._block: Block | None = None
         self._execution: Execution | None = None
         self.run = Run(self._execute, seed=zlib.crc32(payload.block))
+        self.run.context = host.stored.objects
         for turn, block in enumerate([*edits, self] if edits else ()):
             block.run.turn = turn
         self.reported = False
         self._steps = 0
 
     def _execute(self) -> None:
-        self._block = loads(self._payload.block, self._host.resolve)
+        stored = self.run.context
+        self._block = loads(self._payload.block, lambda name: self._host.resolve(name, stored))
         execution = Execution(self._block, model=self._host.model, tracer=self._host.tracer)
         for name in self._payload.keep:
             if name in execution.namespace:
@@ -156,7 +160,7 @@ class BlockHost:
         self.model = BlockModel(root, tokenizer, rename)
         self.tracer = BlockTracer()
         self.interleaver = Interleaver(self.model.tree.modules, limit)
-        self.edits = InstalledEdits()
+        self.edits, self.stored = InstalledEdits(), Store()
         self._admitted: dict[str, Admitted] = {}
 
     def admit(self, request_id: str, sampling: Any) -> None:
@@ -220,11 +224,15 @@ class BlockHost:
     def __len__(self) -> int:
         return len(self._admitted)
 
-    def resolve(self, reference: str) -> Any:
+    def resolve(self, reference: str, stored: Mapping[str, Any] | None = None) -> Any:
         """The engine's own object for a reference in a block.
+
+        Args:
+            stored: what clients had put into the engine when the request began; what is there now.
 
         Raises:
             MidstreamError: there is none.
+            KeyError: nothing is stored under the name.
         """
         if reference == MODEL:
             return self.model
@@ -233,6 +241,8 @@ class BlockHost:
         if reference == TOKENIZER:
             return self.model.tokenizer
         kind, _, path = reference.partition(":")
+        if kind == STORED:
+            return (self.stored.objects if stored is None else stored)[path]
         node = self.model.tree.nodes.get(path) if kind == NODE else None
         if node is None:
             raise MidstreamError(
@@ -276,6 +286,11 @@ class BlockModel(EngineModel):
         """The checkpoint's tokenizer."""
         return self._load_tokenizer()
 
+    @property
+    def stored(self) -> Mapping[str, Any]:
+        """What clients had put into the engine when this request began, by name."""
+        return current_run("`model.stored`").context  # type: ignore[no-any-return]
+
     def trace(self, *args: Any, **settings: Any) -> NoReturn:
         """Refuse: a block runs beside one request.
 
@@ -288,6 +303,7 @@ class BlockModel(EngineModel):
         )
 
     generate = refused("generate", "Generate before or after the `with`.")
+    put = refused("put", "Put it in before the request.")
     edit = refused("edit", "Install the edit before the request.")
     clear_edits = refused("clear_edits", "Clear edits before the request, or leave them out there.")
 

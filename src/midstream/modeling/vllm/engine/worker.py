@@ -48,6 +48,20 @@ class BlockWorkerMixin:
         """Forget edits; requests that run keep theirs."""
         self.model_runner.blocks.edits.clear(edit_ids)
 
+    def midstream_put(self, name: str, data: bytes) -> str:
+        """Keep an object for blocks, see ``Store``; returns what is wrong with it, if anything."""
+        runner = self.model_runner
+        store, resolve = runner.blocks.stored, runner.blocks.resolve
+        return problem_of(lambda: store.put(name, data, runner.device, resolve))
+
+    def midstream_remove(self, name: str) -> None:
+        """Forget an object; requests that run keep theirs."""
+        self.model_runner.blocks.stored.remove(name)
+
+    def midstream_stored(self) -> list[str]:
+        """Names of the objects this rank keeps."""
+        return list(self.model_runner.blocks.stored.objects)
+
 
 def refuse_other_runner(runner: object, expected: type) -> None:
     """Refuse a runner midstream does not work with.
