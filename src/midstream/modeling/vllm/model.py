@@ -18,6 +18,7 @@ from midstream.modeling.vllm.data import Request, read
 from midstream.modeling.vllm.edits import Editable, EditRegistry
 from midstream.modeling.vllm.generate import Generating
 from midstream.modeling.vllm.locations import EngineModel
+from midstream.modeling.vllm.session import Session, Sessions
 from midstream.modeling.vllm.stored import Stored, Storing, no_objects
 from midstream.modeling.vllm.tokenizers import tokenizer_of
 from midstream.modeling.vllm.tracer import Tracer
@@ -27,7 +28,7 @@ from midstream.tracing import Block
 _SPECIAL = 8  # tokens that a tokenizer may put around a text; the text has at most one a byte
 
 
-class VLLM(Generating, Editable, Storing, EngineModel):
+class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
     """A language model served by vLLM, whose forward passes can be read and edited.
 
     Without ``dispatch`` only the module tree and the tokenizer are made: no weights, no GPU. The
@@ -67,6 +68,7 @@ class VLLM(Generating, Editable, Storing, EngineModel):
         self.repo = str(repo)
         self._engine: Engine | None = None
         self._lock = threading.RLock()  # an engine runs one trace; other threads wait
+        self._session: Session | None = None
         self._edits, self._stored = EditRegistry(self), no_objects()
         self._vllm = bootstrap.installed()
         bootstrap.refuse_old_runner()

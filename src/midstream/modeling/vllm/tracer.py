@@ -146,7 +146,12 @@ class Tracer:
 
     def _add(self, prompt: dict[str, Any], settings: Mapping[str, Any], block: Block) -> None:
         """Take one request in, in the order of submission."""
+        session = self._model._own_session
+        if session is not None:
+            session._check(block)
         written = dumps(block, self._model._reference)
+        if session is not None:
+            session._note(block)
         code = block.code or block.listing
         where = f"{code.filename}, line {code.first_line}" if code is not None else "a function"
         merged = {**self._settings, **settings}
@@ -168,6 +173,9 @@ class Tracer:
         except EngineDeadError as dead:
             where = "; ".join(dict.fromkeys(request.where for request in self._requests))
             raise EngineDeadError(f"{dead} The block that ran: {where}.") from dead.__cause__
+        finally:
+            if self._model._own_session is not None:
+                self._model._own_session._finish_trace()
         results = [outcome.output for outcome in outcomes]
         self.result = results[0] if self._prompt is not None or len(results) == 1 else results
         records = [record for outcome in outcomes for record in outcome.records if record]

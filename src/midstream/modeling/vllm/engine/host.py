@@ -304,6 +304,7 @@ class BlockModel(EngineModel):
 
     generate = refused("generate", "Generate before or after the `with`.")
     put = refused("put", "Put it in before the request.")
+    session = refused("session", "Open it around the traces.")
     edit = refused("edit", "Install the edit before the request.")
     clear_edits = refused("clear_edits", "Clear edits before the request, or leave them out there.")
 
