@@ -65,6 +65,7 @@ class Interleaver:
         self._charting: str | None = None  # whose operations this call shows the order of
         self._observing = False  # whether every call is handed over, wanted or not
         self._current: Location | None = None
+        self._in_turns = False  # whether a request has several blocks
         self.in_forward = False
         self.in_step = False
 
@@ -74,6 +75,7 @@ class Interleaver:
         self._passed.clear()
         self._sources.begin_step()
         self.in_step = True
+        self._in_turns = any(run.turn for run in runs)
         for run in runs:
             run.interleaver = self
             if not run.started or (run.awaited is not None and run.awaited <= run.visit):
@@ -164,10 +166,12 @@ class Interleaver:
         if self._limit is not None and location.side == "input" and location.within is None:
             check = IndexCheck(self._modules[location.path], value, self._limit)
         is_models = self._sources.is_models if location.within is not None else None
-        event = Event(value, sizes, [rows[run] for run in runs], check, is_models)
-        for run in runs:
-            self._serve(run, location, event, rows[run])
-        return event.result()
+        for together in _in_turns(runs) if self._in_turns else (runs,):
+            event = Event(value, sizes, [rows[run] for run in together], check, is_models)
+            for run in together:
+                self._serve(run, location, event, rows[run])
+            value = event.result()
+        return value
 
     def enter(self, path: str, call: Any) -> Any:
         """Offer what a module is called with, ``(args, kwargs)``, to the blocks that wait.
@@ -493,3 +497,14 @@ class Interleaver:
             yield
         finally:
             self._charting, self._observing = before
+
+
+def _in_turns(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs that share an event, one event after the other: none has two blocks of one request.
+
+    A later block of a request is to see what an earlier one wrote, and copies are made once.
+    """
+    turns: dict[int, list[Run]] = {}
+    for run in runs:
+        turns.setdefault(run.turn, []).append(run)
+    return [turns[turn] for turn in sorted(turns)]

@@ -6,7 +6,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import greenlet
 
@@ -101,6 +101,8 @@ class Run:
 
     Attributes:
         visit: step of the request the block is in, counted from 0 (the prefill).
+        context: what the engine around it keeps with the block.
+        turn: place among the blocks of its request, which are served one after the other.
         wanted: the location the block waits for; None while it executes or when it is done.
         awaited: the step the block waits for, if it does.
         closed: whether the request has ended, so that no further step comes.
@@ -122,6 +124,8 @@ class Run:
         self._seed = seed
         self.interleaver: Interleaver | None = None
         self.visit = 0
+        self.turn = 0
+        self.context: Any = None
         self.wanted: Location | None = None
         self.served: dict[Location, Served] = {}
         self.error: BaseException | None = None
