@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import greenlet
 
 from midstream.errors import NotInTraceError, OutOfOrderError
+from midstream.interleaving.frames import user_line
 from midstream.interleaving.generators import Exchange, Generators
 from midstream.interleaving.locations import Location
 from midstream.interleaving.modes import BlockModes
+from midstream.interleaving.printing import Notice, Output
 
 if TYPE_CHECKING:
     from midstream.interleaving.events import Served
@@ -55,15 +55,6 @@ class Mark(NamedTuple):
     line: int
 
 
-class Notice(NamedTuple):
-    """A warning on its way to the caller's process."""
-
-    message: str
-    category: type[Warning]
-    file: str
-    line: int
-
-
 class StopTrace(BaseException):
     """Unwinds a block that ends its request; no `except Exception` of the user's holds it up.
 
@@ -86,7 +77,7 @@ class Run:
         closed: whether the request has ended, so that no further step comes.
         stopped: whether the block has asked for the request's end, and with it whether the step's
             token is to be kept.
-        warnings: what is to be warned about in the caller's process.
+        output: what is to be printed and warned about in the caller's process.
         error: what the block raised, if it did.
         marks: where in the user's code the last value was asked for, for error texts.
     """
@@ -106,7 +97,7 @@ class Run:
         self.awaited: int | None = None
         self.closed = False
         self.stopped: StopTrace | None = None
-        self.warnings: list[Notice] = []
+        self.output = Output()
         self._abandoned = False
         self.marks: Mark | None = None
 
@@ -133,7 +124,7 @@ class Run:
         if self._generators is None:
             self._generators = Generators(self._seed)
         EXCHANGE.give(self._generators)
-        with self._modes:
+        with self._modes, self.output:
             if error is None:
                 self._greenlet.switch()
             else:
@@ -209,7 +200,7 @@ class Run:
 
     def warn(self, message: str, category: type[Warning]) -> None:
         """Warn in the caller's process, with the user's line."""
-        self.warnings.append(Notice(message, category, *_line_of_block()))
+        self.output.warn(Notice(message, category, *user_line()))
 
     def stop(self) -> NoReturn:
         """End the request here: the block is unwound, and what it saved comes back."""
@@ -233,7 +224,7 @@ class Run:
         return served
 
     def _wait(self, location: Location) -> Served:
-        file, line = _line_of_block()
+        file, line = user_line()
         if self.interleaver is None:
             raise NotInTraceError(f"{location.label(self.visit)} was asked for outside a forward.")
         self.interleaver.check(self, location)
@@ -241,16 +232,3 @@ class Run:
         self._park()
         self.marks = Mark(location, file, line)
         return self.served[location]
-
-
-def _line_of_block() -> tuple[str, int]:
-    """File and line of the nearest frame outside midstream: the user's."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _is_ours(frame):
-        frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
-
-
-def _is_ours(frame: FrameType) -> bool:
-    package = frame.f_globals.get("__package__") or ""
-    return bool(package.partition(".")[0] == __name__.partition(".")[0])

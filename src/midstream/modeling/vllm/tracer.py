@@ -16,7 +16,7 @@ from midstream.errors import (
 )
 from midstream.modeling.vllm.arguments import check_settings
 from midstream.modeling.vllm.data import Request, write
-from midstream.modeling.vllm.failures import raise_failures
+from midstream.modeling.vllm.failures import report
 from midstream.modeling.vllm.invoke import Invoke
 from midstream.modeling.vllm.merging import merge
 from midstream.tracing import Block, Capture, Execution, bind, forget_skip
@@ -169,9 +169,7 @@ class Tracer:
         self.result = results[0] if self._prompt is not None or len(results) == 1 else results
         records = [record for outcome in outcomes for record in outcome.records if record]
         self.saves = merge([record.saves for record in records], shared)
-        for warning in (warning for record in records for warning in record.warnings):
-            warning.emit()
-        raise_failures([record.error for record in records if record.error is not None])
+        report(records)
 
     @property
     def iter(self) -> NoReturn:

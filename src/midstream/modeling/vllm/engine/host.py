@@ -13,10 +13,11 @@ from midstream.errors import MidstreamError, UnsupportedError
 from midstream.interleaving.indices import Limit
 from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.node import Tree
-from midstream.interleaving.run import Notice, Run, current_run
+from midstream.interleaving.printing import Notice
+from midstream.interleaving.run import Run, current_run
 from midstream.interleaving.steps import Steps
 from midstream.modeling.vllm.locations import EngineModel
-from midstream.modeling.vllm.payloads import BlockError, BlockWarning, Record
+from midstream.modeling.vllm.payloads import BlockError, BlockWarning, Print, Record
 from midstream.modeling.vllm.wire import (
     FAILED,
     KEY,
@@ -73,7 +74,8 @@ class Admitted:
             self.request_id,
             saves=execution.saves() if execution is not None else {},
             error=self._error(self.run.error),
-            warnings=[_warning(notice) for notice in self.run.warnings],
+            warnings=[_warning(notice) for notice in self.run.output.notices()],
+            prints=[Print(stream, text) for stream, text in self.run.output.prints()],
         )
 
     def _error(self, error: BaseException | None) -> BlockError | None:
