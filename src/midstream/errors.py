@@ -10,6 +10,7 @@
     │   └── BlockLayoutError              also ValueError: body on the `with` line, or `try` first
     ├── NotInTraceError                   also ValueError: `.output` or `.save()` outside a block
     ├── OutOfOrderError                   also RuntimeError: the model already ran past a location
+    ├── LimitExceededError                also RuntimeError: a block went over one of its limits
     ├── PromptError                       also ValueError: a prompt that is not exactly one prompt
     ├── TransportError                    also TypeError: a value that cannot travel
     ├── DataVersionError                  also ValueError: a block written by another version
@@ -33,6 +34,7 @@ __all__ = [
     "EngineBuildError",
     "EngineDeadError",
     "InterventionError",
+    "LimitExceededError",
     "MidstreamError",
     "MidstreamWarning",
     "NotInTraceError",
@@ -77,6 +79,10 @@ class NotInTraceError(MidstreamError, ValueError):
 
 class OutOfOrderError(MidstreamError, RuntimeError):
     """A block asked for a location that this step has passed or does not reach."""
+
+
+class LimitExceededError(MidstreamError, RuntimeError):
+    """A block went over a limit of time or memory; the text names it, its value and the fix."""
 
 
 class PromptError(MidstreamError, ValueError):

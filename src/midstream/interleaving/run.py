@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from _thread import get_ident
 from collections.abc import Callable
+from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import greenlet
 
-from midstream.errors import NotInTraceError, OutOfOrderError
+from midstream.errors import LimitExceededError, NotInTraceError, OutOfOrderError
 from midstream.interleaving.frames import user_line
 from midstream.interleaving.generators import Exchange, Generators
 from midstream.interleaving.locations import Location
 from midstream.interleaving.modes import BlockModes
 from midstream.interleaving.printing import Notice, Output
+from midstream.interleaving.snapshots import Snapshots
+from midstream.interleaving.watchdog import ATTEMPTS, WATCHDOG, Clock, TimeUp
 
 if TYPE_CHECKING:
     from midstream.interleaving.events import Served
@@ -80,9 +84,22 @@ class Run:
         output: what is to be printed and warned about in the caller's process.
         error: what the block raised, if it did.
         marks: where in the user's code the last value was asked for, for error texts.
+        snapshots: the values it was given and still holds.
+        clock: how long the engine's blocks have been executing.
+        seconds: how long this one has, in this step.
+        overrun: why it was interrupted, if it was.
+        attempts, next_attempt, interrupted: how often, when again, and whether it is still to see
+            that it was (the watchdog's).
     """
 
-    def __init__(self, target: Callable[[], None], *, seed: int = 0):
+    def __init__(
+        self,
+        target: Callable[[], None],
+        *,
+        seed: int = 0,
+        clock: Clock | None = None,
+        snapshots: Snapshots | None = None,
+    ):
         self._target = target
         self._greenlet = _BlockGreenlet(self._main)
         self._greenlet.block_run = self
@@ -100,6 +117,11 @@ class Run:
         self.output = Output()
         self._abandoned = False
         self.marks: Mark | None = None
+        self.snapshots = snapshots or Snapshots()
+        self.clock = clock or Clock()
+        self.seconds = 0.0
+        self.overrun: LimitExceededError | None = None
+        self.attempts, self.next_attempt, self.interrupted = 0, 0.0, False
 
     @property
     def done(self) -> bool:
@@ -119,18 +141,53 @@ class Run:
         """
         if self.done:
             return
+        if self.seconds > self.clock.block or self.clock.in_step > self.clock.step:
+            self.overrun = self.clock.exceeded(self)
+        if self.overrun is None:
+            self._visit(error)
+        if self.overrun is not None:
+            self.fail(self.overrun)
+
+    def _visit(self, error: BaseException | None) -> None:
         self._greenlet.parent = greenlet.getcurrent()
         self.wanted = None
         if self._generators is None:
             self._generators = Generators(self._seed)
         EXCHANGE.give(self._generators)
         with self._modes, self.output:
+            self._switch(error)
+        if not self.keeps_generators:
+            EXCHANGE.give(None)
+
+    def _switch(self, error: BaseException | None) -> None:
+        """Execute the block on the clock. The order of these lines matters, see `watchdog`."""
+        clock = self.clock
+        clock.thread, clock.started = get_ident(), monotonic()
+        try:
+            clock.run = self
+            if WATCHDOG.rests:
+                WATCHDOG.wake()
             if error is None:
                 self._greenlet.switch()
             else:
                 self._greenlet.throw(error)
-        if not self.keeps_generators:
-            EXCHANGE.give(None)
+        except TimeUp:  # arrived as the block gave control back
+            pass
+        finally:
+            clock.run = None
+        if clock.fired:
+            try:
+                clock.disarm()
+            except TimeUp:
+                clock.disarm()
+        seconds = monotonic() - clock.started
+        self.seconds += seconds
+        clock.in_step += seconds
+        clock.total += seconds
+
+    def begin_step(self) -> None:
+        """Begin to count the seconds of another step."""
+        self.seconds = 0.0
 
     @property
     def keeps_generators(self) -> bool:
@@ -145,10 +202,11 @@ class Run:
         """
         if self.done:
             return
-        try:
-            self.resume(greenlet.GreenletExit())
-        except greenlet.error:
-            EXCHANGE.give(None)
+        if self.attempts < ATTEMPTS:
+            try:
+                self._visit(greenlet.GreenletExit())
+            except greenlet.error:
+                EXCHANGE.give(None)
         if not self.done:
             self._abandoned = True
             _ABANDONED.append(self._greenlet)
@@ -165,6 +223,9 @@ class Run:
             pass
         except StopTrace as stop:
             self.stopped = stop
+        except TimeUp as up:
+            if self.overrun is not None:
+                self.overrun.__traceback__ = up.__traceback__
         except BaseException as error:  # noqa: BLE001  # a block may raise anything, and the engine lives on
             self.error = error
 

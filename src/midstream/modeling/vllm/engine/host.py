@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -9,13 +10,16 @@ from typing import Any, NoReturn
 import msgspec
 import torch
 
-from midstream.errors import MidstreamError, UnsupportedError
+from midstream.errors import LimitExceededError, MidstreamError, UnsupportedError
 from midstream.interleaving.indices import Limit
 from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.node import Tree
 from midstream.interleaving.printing import Notice
 from midstream.interleaving.run import Run, current_run
+from midstream.interleaving.snapshots import Snapshots
 from midstream.interleaving.steps import Steps
+from midstream.interleaving.watchdog import Clock
+from midstream.modeling.vllm.limits import Limits, check_saves
 from midstream.modeling.vllm.locations import EngineModel
 from midstream.modeling.vllm.payloads import BlockError, BlockWarning, Print, Record
 from midstream.modeling.vllm.wire import (
@@ -44,7 +48,12 @@ class Admitted:
         self._payload, self._host = msgspec.msgpack.decode(payload, type=Payload), host
         self._block: Block | None = None
         self._execution: Execution | None = None
-        self.run = Run(self._execute, seed=zlib.crc32(payload))
+        self.run = Run(
+            self._execute,
+            seed=zlib.crc32(payload),
+            clock=host.clock,
+            snapshots=Snapshots(host.limits.max_snapshot_bytes),
+        )
         self.reported = False
         self._steps = 0
 
@@ -60,6 +69,7 @@ class Admitted:
     def enters_step(self) -> bool:
         """Count a step of the request; whether the block has something to do in it."""
         self.run.visit, self._steps = self._steps, self._steps + 1
+        self.run.begin_step()
         if self.run.done:
             return False
         return not self.run.started or (
@@ -68,15 +78,23 @@ class Admitted:
 
     def record(self) -> Record:
         """What the request sends home when it closes."""
+        self.run.begin_step()
         self.run.close()
-        execution = self._execution
+        saves, error = self._saves(), self.run.error
+        try:
+            check_saves(saves, self._host.limits.max_save_bytes)
+        except LimitExceededError as exceeded:
+            saves, error = {}, error or exceeded
         return Record(
             self.request_id,
-            saves=execution.saves() if execution is not None else {},
-            error=self._error(self.run.error),
+            saves=saves,
+            error=self._error(error),
             warnings=[_warning(notice) for notice in self.run.output.notices()],
             prints=[Print(stream, text) for stream, text in self.run.output.prints()],
         )
+
+    def _saves(self) -> dict[str, Any]:
+        return self._execution.saves() if self._execution is not None else {}
 
     def _error(self, error: BaseException | None) -> BlockError | None:
         if error is None:
@@ -102,6 +120,8 @@ class BlockHost:
         tokenizer: gives the checkpoint's tokenizer, called when a block first uses it.
         rename: further names for modules.
         limit: bounds of the indices that modules look up.
+        limits: what a block may take.
+        step_timeout: seconds that all blocks of a step may take together.
     """
 
     def __init__(
@@ -110,7 +130,11 @@ class BlockHost:
         tokenizer: Callable[[], Any],
         rename: Rename | None = None,
         limit: Limit | None = None,
+        limits: Limits | None = None,
+        step_timeout: float = math.inf,
     ):
+        self.limits = limits or Limits()
+        self.clock = Clock(self.limits.block_timeout, step_timeout)
         self.model = BlockModel(root, tokenizer, rename)
         self.tracer = BlockTracer()
         self.interleaver = Interleaver(self.model.tree.modules, limit)
