@@ -9,9 +9,9 @@ that call them are touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,10 @@ from midstream.interleaving.events import Event, Rows
 from midstream.interleaving.indices import IndexCheck, Limit
 from midstream.interleaving.locations import ENGINE_ORDER, LOGITS, SAMPLES, Location
 from midstream.interleaving.run import EXCHANGE, Run
+from midstream.interleaving.skips import SKIP, Skips
+
+if TYPE_CHECKING:
+    from midstream.interleaving.recording import Recorder
 
 
 class Interleaver:
@@ -28,10 +32,21 @@ class Interleaver:
     Args:
         modules: the model's modules by path, each once, as a block names them.
         limit: bounds of the indices that modules look up, which blocks must keep.
+        always: paths of the modules that run even if all blocks of a step skip them.
+
+    Attributes:
+        skips: what blocks skip in the step under way.
     """
 
-    def __init__(self, modules: Mapping[str, torch.nn.Module], limit: Limit | None = None):
+    def __init__(
+        self,
+        modules: Mapping[str, torch.nn.Module],
+        limit: Limit | None = None,
+        always: Collection[str] = (),
+    ):
         self._modules, self._limit = modules, limit
+        self.skips = Skips(always)
+        self._skipping = self.skips.values
         self._order: dict[Location, int] = {}
         self._learned = False  # whether the order of modules is known
         self._learning = False  # whether this step shows it
@@ -41,7 +56,9 @@ class Interleaver:
         self._position = -1
         self._passed: set[Location] = set()
         self._replaced: dict[str, tuple[torch.nn.Module, Any]] = {}
+        self._made: dict[str, tuple[Any, Callable[..., Any]]] = {}
         self._around: dict[Location, list[str]] = {}
+        self._recording: dict[str, list[tuple[Run, Recorder]]] = {}
         self._paused = False
         self.in_forward = False
         self.in_step = False
@@ -54,14 +71,19 @@ class Interleaver:
         self._paused = False  # a block that was left while it called a module does not set it back
         for run in runs:
             run.interleaver = self
-            if not run.started or run.awaited is not None:
+            if not run.started or (run.awaited is not None and run.awaited <= run.visit):
                 self._turn(run)
+            for recorder in run.recorders if run.records else ():
+                for path in recorder.paths:
+                    self._recording.setdefault(path, []).append((run, recorder))
         self._learning = self.wants_modules and not self._learned
 
     @property
     def wants_modules(self) -> bool:
-        """Whether a block waits for a module, so that the forward has to be accompanied."""
-        return any(location not in ENGINE_ORDER for location in self._waiting)
+        """Whether a module is waited for or recorded: the forward has to be accompanied."""
+        return bool(self._recording) or any(
+            location not in ENGINE_ORDER for location in self._waiting
+        )
 
     @contextmanager
     def phase(self, rows: Mapping[Run, Rows], sizes: Sequence[int]) -> Iterator[None]:
@@ -99,6 +121,8 @@ class Interleaver:
                         "The block asked for it, and the step ended without it."
                     )
                 )
+        self._skipping.clear()
+        self._recording.clear()
 
     @property
     def has_sampled(self) -> bool:
@@ -129,12 +153,55 @@ class Interleaver:
             return value
         if rows is None:
             rows, sizes = self._rows, self._sizes
+        if self._skipping and not (runs := self._seeing(location, runs, rows)):
+            return value
         if self._limit is not None and location.side == "input":
             check = IndexCheck(self._modules[location.path], value, self._limit)
         event = Event(value, sizes, [rows[run] for run in runs], check)
         for run in runs:
             self._serve(run, location, event, rows[run])
         return event.result()
+
+    def enter(self, path: str, call: Any) -> Any:
+        """Offer what a module is called with, ``(args, kwargs)``, to the blocks that wait.
+
+        Returns:
+            What it is to be called with.
+        """
+        call = self.hand_over(Location(path, "input"), call)
+        if path in self._recording:
+            self._record(Location(path, "input"), call)
+        return call
+
+    def leave(self, path: str, value: Any) -> Any:
+        """Offer what a module returned: to the blocks that skip it, then to those that wait.
+
+        Returns:
+            The value the model goes on with.
+        """
+        if Location(path, SKIP) in self._waiting:
+            value = self.hand_over(Location(path, SKIP), value)
+        value = self.hand_over(Location(path, "output"), value)
+        if path in self._recording:
+            self._record(Location(path, "output"), value)
+        return value
+
+    def _record(self, location: Location, value: Any) -> None:
+        """Keep a value, as all blocks have left it, for those that record it."""
+        for run, recorder in self._recording[location.path]:
+            if self._skipping and self.skips.hidden_from([run], location, self._rows, self._order):
+                continue
+            try:
+                recorder.take(location, value, self._rows[run], self._sizes)
+            except Exception as error:  # noqa: BLE001  # no memory left is the block's error, never the engine's
+                run.fail(error)
+
+    def _seeing(self, location: Location, runs: list[Run], rows: Mapping[Run, Rows]) -> list[Run]:
+        """Of the blocks that wait, those whose request does not skip what is around."""
+        hidden = self.skips.hidden_from(runs, location, rows, self._order)
+        if hidden:
+            self._waiting[location] = hidden
+        return [run for run in runs if run not in hidden]
 
     def _serve(self, run: Run, location: Location, event: Event, rows: Rows) -> None:
         """Give one block its rows, let it execute, and take back what it changed."""
@@ -145,8 +212,8 @@ class Interleaver:
             served.settle(location, run.visit)
         except Exception as error:  # noqa: BLE001  # a failed copy is the block's error, never the engine's
             if run.marks is not None:
-                _, file, line = run.marks
-                error.add_note(f'Met in the value that was read at File "{file}", line {line}.')
+                place = f'File "{run.marks.file}", line {run.marks.line}'
+                error.add_note(f"Met in the value that was read at {place}.")
             run.fail(error) if run.done else run.resume(error)
         finally:
             run.served = {}
@@ -176,19 +243,34 @@ class Interleaver:
             raise OutOfOrderError(
                 f"'{location.label(run.visit)}' was requested after the forward pass ended."
             )
-        index = ENGINE_ORDER.get(location, self._order.get(location))
-        if index is None:  # wherever it is, it comes before the logits
-            index = ENGINE_ORDER[LOGITS] - 1
-        if location not in self._passed and index > self._position:
+        if self._skipping:
+            self.skips.refuse_inner(run, location, self._order)
+        if not self._has_passed(run, location):
             return
         text = f"'{location.label(run.visit)}' was requested but the model already ran past it"
         if run.marks is not None:
-            served, _, line = run.marks
             text += (
-                f": the block had already been given '{served.label(run.visit)}'. "
-                f"Move this access above line {line}"
+                f": the block had already been given '{run.marks.location.label(run.visit)}'. "
+                f"Move this access above line {run.marks.line}"
             )
         raise OutOfOrderError(text + ".")
+
+    def _has_passed(self, run: Run, location: Location) -> bool:
+        if location.side == SKIP:  # until the module's call, of which its arguments are the start
+            self._place_skip(location)
+            location = Location(location.path, "input")
+            if location in run.served:
+                return False
+        index = ENGINE_ORDER.get(location, self._order.get(location))
+        if index is None:  # wherever it is, it comes before the logits
+            index = ENGINE_ORDER[LOGITS] - 1
+        return location in self._passed or index <= self._position
+
+    def _place_skip(self, location: Location) -> None:
+        """Give a skip its place in the order: behind all that is in the module."""
+        leave = self._order.get(Location(location.path, "output"))
+        if leave is not None:
+            self._order.setdefault(location, leave - 1)
 
     def _pass(self, location: Location) -> None:
         index = ENGINE_ORDER.get(location, self._order.get(location))
@@ -212,7 +294,8 @@ class Interleaver:
         if self._learning:
             return list(self._modules)
         wanted = [location for location in self._waiting if location not in ENGINE_ORDER]
-        return [path for location in wanted for path in self._paths(location)]
+        around = [path for location in wanted for path in self._paths(location)]
+        return [*around, *self._recording]
 
     def _paths(self, location: Location) -> list[str]:
         """The location's module, and those whose call is under way when it is reached.
@@ -242,8 +325,16 @@ class Interleaver:
         if module is None or path in self._replaced:
             return
         # into the instance's dictionary: a module's own attribute setter takes microseconds
-        self._replaced[path] = (module, module.__dict__.get("forward"))
-        module.__dict__["forward"] = self._traced(path, module.forward)
+        own = module.__dict__.get("forward")
+        self._replaced[path] = (module, own)
+        if self._learning or path in self._recording:
+            forward = self._noted(path, module.forward) if self._learning else module.forward
+            module.__dict__["forward"] = self._traced(path, forward)
+            return
+        made = self._made.get(path)  # wrapping anew in every step would cost as much as a visit
+        if made is None or made[0] is not own:
+            made = self._made[path] = (own, self._traced(path, module.forward))
+        module.__dict__["forward"] = made[1]
 
     def _restore(self) -> None:
         for module, own in self._replaced.values():
@@ -255,15 +346,48 @@ class Interleaver:
 
     def _traced(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         entry, leave = Location(path, "input"), Location(path, "output")
+        recorded = path in self._recording
 
         def traced(*args: Any, **kwargs: Any) -> Any:
             if self._paused:
                 return forward(*args, **kwargs)
             if entry in self._waiting or self._learning:
                 args, kwargs = self.hand_over(entry, (args, kwargs))
-            value = forward(*args, **kwargs)
+            if recorded:
+                self._record(entry, (args, kwargs))
+            if self._skipping:
+                value = self._forward_or_skip(path, forward, args, kwargs)
+            else:
+                value = forward(*args, **kwargs)
             if leave in self._waiting or self._learning:
                 value = self.hand_over(leave, value)
+            if recorded:
+                self._record(leave, value)
             return value
 
         return traced
+
+    def _noted(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            value = forward(*args, **kwargs)
+            if not self._paused:
+                self.skips.learn(path, value, self._sizes)
+            return value
+
+        return noted
+
+    def _forward_or_skip(
+        self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call a module, unless all rows of the step skip it; rows that do are overwritten."""
+        location = Location(path, SKIP)
+        runs = self._waiting.get(location)
+        if not runs:
+            return forward(*args, **kwargs)
+        value = None
+        if not self._learning:
+            value = self.skips.stand_in(path, runs, (args, kwargs), self._rows, self._sizes)
+        if value is None:
+            value = forward(*args, **kwargs)
+            self.skips.learn(path, value, self._sizes)
+        return self.hand_over(location, value)

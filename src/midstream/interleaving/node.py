@@ -11,9 +11,10 @@ import torch
 from midstream.errors import MidstreamWarning, UnsupportedError
 from midstream.interleaving.locations import Location
 from midstream.interleaving.run import current_run
+from midstream.interleaving.skips import skip
 from midstream.interleaving.structure import flatten
 
-_SERVED = ("output", "input", "inputs", "get", "named_modules", "modules")
+_SERVED = ("output", "input", "inputs", "skip", "get", "named_modules", "modules")
 
 
 class Node:
@@ -84,6 +85,23 @@ class Node:
     def input(self, value: Any) -> None:
         run = self._tree.run(self, "input")
         run.at(self._enter).write_first(value, self._enter.label(run.visit))
+
+    def skip(self, value: Any) -> None:
+        """Let a value stand for what the module returns in this step, for this request's rows.
+
+        The module is left out if all requests of the step skip it; one with attention or a state
+        always runs, and the rows are overwritten. The block goes on behind the module: what lies
+        inside it did not run, as far as the block can see.
+
+        Args:
+            value: what the module returns, with the same structure and shapes; see ``output``.
+
+        Raises:
+            ValueError: ``value`` has another structure or other shapes.
+            OutOfOrderError: the module has been entered, or is not called in this step.
+            NotInTraceError: outside a running block.
+        """
+        skip(self._tree.run(self, "skip"), self._path, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on the block's own values. Nothing in it is traced.

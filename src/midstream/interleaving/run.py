@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from _thread import get_ident
 from collections.abc import Callable
 from time import monotonic
+from types import CodeType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import greenlet
 
 from midstream.errors import LimitExceededError, NotInTraceError, OutOfOrderError
-from midstream.interleaving.frames import user_line
+from midstream.interleaving.frames import user_frame, user_line
 from midstream.interleaving.generators import Exchange, Generators
 from midstream.interleaving.locations import Location
 from midstream.interleaving.modes import BlockModes
@@ -21,6 +23,7 @@ from midstream.interleaving.watchdog import ATTEMPTS, WATCHDOG, Clock, TimeUp
 if TYPE_CHECKING:
     from midstream.interleaving.events import Served
     from midstream.interleaving.interleaver import Interleaver
+    from midstream.interleaving.recording import Recorder
 
 
 EXCHANGE = Exchange()
@@ -55,8 +58,21 @@ class Mark(NamedTuple):
     """A line of a block that asked for a value, and got it."""
 
     location: Location
-    file: str
-    line: int
+    code: CodeType | None
+    at: int
+
+    @property
+    def file(self) -> str:
+        """The file of the line."""
+        return self.code.co_filename if self.code is not None else ""
+
+    @property
+    def line(self) -> int:
+        """Its number; worked out when an error asks, since a visit has no time for it."""
+        if self.code is None:
+            return 0
+        positions = itertools.islice(self.code.co_positions(), self.at // 2, None)
+        return next(positions, (None,))[0] or 0
 
 
 class StopTrace(BaseException):
@@ -82,6 +98,7 @@ class Run:
         stopped: whether the block has asked for the request's end, and with it whether the step's
             token is to be kept.
         output: what is to be printed and warned about in the caller's process.
+        recorders: what is recorded for the block, until its request ends.
         error: what the block raised, if it did.
         marks: where in the user's code the last value was asked for, for error texts.
         snapshots: the values it was given and still holds.
@@ -115,6 +132,7 @@ class Run:
         self.closed = False
         self.stopped: StopTrace | None = None
         self.output = Output()
+        self.recorders: list[Recorder] = []
         self._abandoned = False
         self.marks: Mark | None = None
         self.snapshots = snapshots or Snapshots()
@@ -127,6 +145,12 @@ class Run:
     def done(self) -> bool:
         """Whether the block has ended, by itself or by an error."""
         return self._abandoned or bool(self._greenlet.dead)
+
+    @property
+    def records(self) -> bool:
+        """Whether modules are recorded for the block, whatever it does itself."""
+        self.recorders = [recorder for recorder in self.recorders if recorder.open]
+        return bool(self.recorders) and self.error is None and self.stopped is None
 
     @property
     def started(self) -> bool:
@@ -158,6 +182,8 @@ class Run:
             self._switch(error)
         if not self.keeps_generators:
             EXCHANGE.give(None)
+            if self.done:
+                self._generators.release()
 
     def _switch(self, error: BaseException | None) -> None:
         """Execute the block on the clock. The order of these lines matters, see `watchdog`."""
@@ -285,11 +311,13 @@ class Run:
         return served
 
     def _wait(self, location: Location) -> Served:
-        file, line = user_line()
+        frame = user_frame()
+        code, at = (frame.f_code, frame.f_lasti) if frame is not None else (None, 0)
+        del frame  # it would keep the block's variables alive while the block waits
         if self.interleaver is None:
             raise NotInTraceError(f"{location.label(self.visit)} was asked for outside a forward.")
         self.interleaver.check(self, location)
         self.wanted = location
         self._park()
-        self.marks = Mark(location, file, line)
+        self.marks = Mark(location, code, at)
         return self.served[location]

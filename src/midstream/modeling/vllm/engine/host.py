@@ -11,10 +11,12 @@ import msgspec
 import torch
 
 from midstream.errors import LimitExceededError, MidstreamError, UnsupportedError
+from midstream.interleaving.caches import Cache
 from midstream.interleaving.indices import Limit
 from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.node import Tree
 from midstream.interleaving.printing import Notice
+from midstream.interleaving.recording import open_cache
 from midstream.interleaving.run import Run, current_run
 from midstream.interleaving.snapshots import Snapshots
 from midstream.interleaving.steps import Steps
@@ -34,6 +36,7 @@ from midstream.modeling.vllm.wire import (
     Payload,
 )
 from midstream.tracing import Block, Execution, user_traceback
+from midstream.tracing.saves import save
 from midstream.tracing.shipping import loads
 
 Rename = Mapping[str, str | list[str]]
@@ -55,6 +58,7 @@ class Admitted:
             snapshots=Snapshots(host.limits.max_snapshot_bytes),
         )
         self.reported = False
+        self.recorded = False
         self._steps = 0
 
     def _execute(self) -> None:
@@ -70,16 +74,27 @@ class Admitted:
         """Count a step of the request; whether the block has something to do in it."""
         self.run.visit, self._steps = self._steps, self._steps + 1
         self.run.begin_step()
+        if self.run.records:
+            return True
         if self.run.done:
             return False
         return not self.run.started or (
             self.run.awaited is not None and self.run.awaited <= self.run.visit
         )
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more comes: the block has ended, and no cache of it goes on."""
+        return self.run.done and not self.run.recorders
+
     def record(self) -> Record:
-        """What the request sends home when it closes."""
-        self.run.begin_step()
+        """What the request sends home, once: when its block is done or it closes."""
+        if not self.run.done:
+            self.run.begin_step()
         self.run.close()
+        for recorder in self.run.recorders:
+            recorder.settle()
+        self.recorded = True
         saves, error = self._saves(), self.run.error
         try:
             check_saves(saves, self._host.limits.max_save_bytes)
@@ -94,7 +109,8 @@ class Admitted:
         )
 
     def _saves(self) -> dict[str, Any]:
-        return self._execution.saves() if self._execution is not None else {}
+        execution, self._execution = self._execution, None
+        return execution.saves() if execution is not None else {}
 
     def _error(self, error: BaseException | None) -> BlockError | None:
         if error is None:
@@ -120,6 +136,7 @@ class BlockHost:
         tokenizer: gives the checkpoint's tokenizer, called when a block first uses it.
         rename: further names for modules.
         limit: bounds of the indices that modules look up.
+        stateful: the layers that run whoever skips them.
         limits: what a block may take.
         step_timeout: seconds that all blocks of a step may take together.
     """
@@ -130,14 +147,16 @@ class BlockHost:
         tokenizer: Callable[[], Any],
         rename: Rename | None = None,
         limit: Limit | None = None,
+        stateful: Iterable[Any] = (),
         limits: Limits | None = None,
         step_timeout: float = math.inf,
     ):
         self.limits = limits or Limits()
         self.clock = Clock(self.limits.block_timeout, step_timeout)
         self.model = BlockModel(root, tokenizer, rename)
-        self.tracer = BlockTracer()
-        self.interleaver = Interleaver(self.model.tree.modules, limit)
+        self.tracer = BlockTracer(self.model.tree)
+        always = _containing(self.model.tree, {id(layer) for layer in stateful})
+        self.interleaver = Interleaver(self.model.tree.modules, limit, always)
         self._admitted: dict[str, Admitted] = {}
 
     def admit(self, request_id: str, sampling: Any) -> None:
@@ -176,22 +195,27 @@ class BlockHost:
                 found.append((request_id, how))
         return found
 
+    def finished(self, request_ids: Iterable[str]) -> list[Record]:
+        """Records of those blocks that are done while their requests go on, in their order."""
+        found = (self._admitted.get(i) for i in sorted(request_ids))
+        return [a.record() for a in found if a is not None and a.is_done and not a.recorded]
+
     def close(self, request_ids: Iterable[str]) -> list[Record]:
         """End the blocks of finished requests.
 
         Returns:
-            Their records, in the order of the requests' ids.
+            The records that have not been sent, in the order of the requests' ids.
         """
         if not self._admitted:
             return []
         closed = [self._admitted.pop(i) for i in sorted(request_ids) if i in self._admitted]
-        return [admitted.record() for admitted in closed]
+        return [admitted.record() for admitted in closed if not admitted.recorded]
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._admitted
 
     def __len__(self) -> int:
-        return len(self._admitted)
+        return sum(not admitted.recorded for admitted in self._admitted.values())
 
     def resolve(self, reference: str) -> Any:
         """The engine's own object for a reference in a block.
@@ -267,6 +291,15 @@ _ATTENTION = (
 )
 
 
+def _containing(tree: Tree, layers: set[int]) -> list[str]:
+    """Paths of the modules that are, or contain, one of the layers."""
+    return [
+        path
+        for path, module in tree.modules.items()
+        if any(id(inner) in layers for inner in module.modules())
+    ]
+
+
 def _with_attention(tree: Tree) -> list[str]:
     """Paths of the modules that use the KV cache, or contain one that does."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -280,6 +313,9 @@ def _with_attention(tree: Tree) -> list[str]:
 
 class BlockTracer:
     """What `tracer` is inside a block. All blocks of the engine share it, so none may change it."""
+
+    def __init__(self, tree: Tree):
+        object.__setattr__(self, "_tree", tree)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(
@@ -314,6 +350,43 @@ class BlockTracer:
         `min_tokens` say. The step's token counts only if the block had reached `model.samples`.
         """
         current_run("`tracer.stop()`").stop()
+
+    def cache(
+        self,
+        modules: Any = None,
+        device: torch.device | str | None = "cpu",
+        dtype: torch.dtype | None = None,
+        detach: bool = True,
+        include_output: bool = True,
+        include_inputs: bool = False,
+        non_blocking: bool = False,
+    ) -> Cache:
+        """Record modules from here to the end of the request, also after the block has ended.
+
+        Args:
+            modules: modules or their paths, one or several; all if left out.
+            device: where values are kept while the request runs; None leaves them where they are.
+                They come home on the CPU.
+            dtype: what floating-point values are converted to.
+            detach: has no effect: nothing in the engine records gradients.
+            include_output: record what the modules return, after all edits.
+            include_inputs: record what they are called with, after all edits.
+            non_blocking: copy to the CPU beside the forward, into page-locked memory.
+
+        Returns:
+            The cache, which is saved under the name it is bound to.
+
+        Raises:
+            ValueError: the block has read or written something already, or there is no such module.
+        """
+        sides = {"output": include_output, "input": include_inputs}
+        wanted = {
+            "sides": frozenset(side for side, included in sides.items() if included),
+            "device": None if device is None else torch.device(device),
+            "dtype": dtype,
+            "non_blocking": non_blocking,
+        }
+        return save(open_cache(current_run("`tracer.cache()`"), self._tree, modules, wanted))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
