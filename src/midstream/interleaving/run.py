@@ -45,13 +45,18 @@ def current_run(what: str) -> Run:
     Raises:
         NotInTraceError: outside a running block.
     """
-    run = getattr(greenlet.getcurrent(), "block_run", None)
+    run = running()
     if run is None:
         raise NotInTraceError(
             f"{what} was asked for outside a running block. Values of the forward pass exist only "
             "inside `with model.trace(...)`; save what you need there with `.save()`."
         )
-    return run  # type: ignore[no-any-return]
+    return run
+
+
+def running() -> Run | None:
+    """The run whose block is executing, if one is."""
+    return getattr(greenlet.getcurrent(), "block_run", None)
 
 
 class Mark(NamedTuple):
@@ -100,6 +105,7 @@ class Run:
         output: what is to be printed and warned about in the caller's process.
         recorders: what is recorded for the block, until its request ends.
         error: what the block raised, if it did.
+        uses_source: whether the block may ask for operations inside a forward.
         marks: where in the user's code the last value was asked for, for error texts.
         snapshots: the values it was given and still holds.
         clock: how long the engine's blocks have been executing.
@@ -134,6 +140,7 @@ class Run:
         self.output = Output()
         self.recorders: list[Recorder] = []
         self._abandoned = False
+        self.uses_source = False
         self.marks: Mark | None = None
         self.snapshots = snapshots or Snapshots()
         self.clock = clock or Clock()

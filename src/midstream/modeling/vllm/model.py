@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from midstream.errors import CaptureError, PromptError, UnsupportedError
 from midstream.interleaving.node import Node
+from midstream.interleaving.source import Operation, Source
 from midstream.modeling.vllm import arguments as args
 from midstream.modeling.vllm import bootstrap, meta, prompts
 from midstream.modeling.vllm.building import refuse_reimport
@@ -233,7 +234,7 @@ class VLLM(EngineModel):
         """The name under which the engine has an object of this model; None for all others."""
         if value is self:
             return MODEL
-        if isinstance(value, Node):
+        if isinstance(value, Node | Source | Operation):
             if value._tree is self._tree:
                 return f"{NODE}:{value.path}"
             raise CaptureError(f"The block uses '{value.path}' of another model than it traces.")

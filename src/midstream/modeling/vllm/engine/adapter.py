@@ -210,8 +210,9 @@ class BlockRunner:
             interleaver = self.blocks.interleaver
             with interleaver.phase(self._rows, self._sizes), self._kernels():
                 args, kwargs = interleaver.enter("", (args, kwargs))
-                return interleaver.leave("", forward(*args, **kwargs))
+                return interleaver.leave("", interleaver.call("", forward, args, kwargs))
 
+        traced.__dict__["__wrapped__"] = forward  # for who looks for the forward's source
         return traced
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:

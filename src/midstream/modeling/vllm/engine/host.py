@@ -19,6 +19,7 @@ from midstream.interleaving.printing import Notice
 from midstream.interleaving.recording import open_cache
 from midstream.interleaving.run import Run, current_run
 from midstream.interleaving.snapshots import Snapshots
+from midstream.interleaving.source import find_source
 from midstream.interleaving.steps import Steps
 from midstream.interleaving.watchdog import Clock
 from midstream.modeling.vllm.limits import Limits, check_saves
@@ -57,6 +58,7 @@ class Admitted:
             clock=host.clock,
             snapshots=Snapshots(host.limits.max_snapshot_bytes),
         )
+        self.run.uses_source = b"source" in self._payload.block
         self.reported = False
         self.recorded = False
         self._steps = 0
@@ -230,7 +232,8 @@ class BlockHost:
         if reference == TOKENIZER:
             return self.model.tokenizer
         kind, _, path = reference.partition(":")
-        node = self.model.tree.nodes.get(path) if kind == NODE else None
+        tree = self.model.tree
+        node = (tree.nodes.get(path) or find_source(tree, path)) if kind == NODE else None
         if node is None:
             raise MidstreamError(
                 f"The block refers to '{reference}', which this engine does not have. Was it "
