@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import greenlet
@@ -17,6 +18,7 @@ from midstream.interleaving.modes import BlockModes
 if TYPE_CHECKING:
     from midstream.interleaving.events import Served
     from midstream.interleaving.interleaver import Interleaver
+    from midstream.interleaving.recording import Recorder
 
 
 EXCHANGE = Exchange()
@@ -38,21 +40,39 @@ def current_run(what: str) -> Run:
     Raises:
         NotInTraceError: outside a running block.
     """
-    run = getattr(greenlet.getcurrent(), "block_run", None)
+    run = running()
     if run is None:
         raise NotInTraceError(
             f"{what} was asked for outside a running block. Values of the forward pass exist only "
             "inside `with model.trace(...)`; save what you need there with `.save()`."
         )
-    return run  # type: ignore[no-any-return]
+    return run
+
+
+def running() -> Run | None:
+    """The run whose block is executing, if one is."""
+    return getattr(greenlet.getcurrent(), "block_run", None)
 
 
 class Mark(NamedTuple):
     """A line of a block that asked for a value, and got it."""
 
     location: Location
-    file: str
-    line: int
+    code: CodeType | None
+    at: int
+
+    @property
+    def file(self) -> str:
+        """The file of the line."""
+        return self.code.co_filename if self.code is not None else ""
+
+    @property
+    def line(self) -> int:
+        """Its number; worked out when an error asks, since a visit has no time for it."""
+        if self.code is None:
+            return 0
+        positions = itertools.islice(self.code.co_positions(), self.at // 2, None)
+        return next(positions, (None,))[0] or 0
 
 
 class Notice(NamedTuple):
@@ -89,7 +109,9 @@ class Run:
         stopped: whether the block has asked for the request's end, and with it whether the step's
             token is to be kept.
         warnings: what is to be warned about in the caller's process.
+        recorders: what is recorded for the block, until its request ends.
         error: what the block raised, if it did.
+        uses_source: whether the block may ask for operations inside a forward.
         marks: where in the user's code the last value was asked for, for error texts.
     """
 
@@ -111,13 +133,21 @@ class Run:
         self.closed = False
         self.stopped: StopTrace | None = None
         self.warnings: list[Notice] = []
+        self.recorders: list[Recorder] = []
         self._abandoned = False
+        self.uses_source = False
         self.marks: Mark | None = None
 
     @property
     def done(self) -> bool:
         """Whether the block has ended, by itself or by an error."""
         return self._abandoned or bool(self._greenlet.dead)
+
+    @property
+    def records(self) -> bool:
+        """Whether modules are recorded for the block, whatever it does itself."""
+        self.recorders = [recorder for recorder in self.recorders if recorder.open]
+        return bool(self.recorders) and self.error is None and self.stopped is None
 
     @property
     def started(self) -> bool:
@@ -144,6 +174,8 @@ class Run:
                 self._greenlet.throw(error)
         if not self.keeps_generators:
             EXCHANGE.give(None)
+            if self.done:
+                self._generators.release()
 
     @property
     def keeps_generators(self) -> bool:
@@ -213,7 +245,9 @@ class Run:
 
     def warn(self, message: str, category: type[Warning]) -> None:
         """Warn in the caller's process, with the user's line."""
-        self.warnings.append(Notice(message, category, *_line_of_block()))
+        frame = _frame_of_block()
+        place = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
+        self.warnings.append(Notice(message, category, *place))
 
     def stop(self) -> NoReturn:
         """End the request here: the block is unwound, and what it saved comes back."""
@@ -237,24 +271,26 @@ class Run:
         return served
 
     def _wait(self, location: Location) -> Served:
-        file, line = _line_of_block()
+        frame = _frame_of_block()
+        code, at = (frame.f_code, frame.f_lasti) if frame is not None else (None, 0)
+        del frame  # it would keep the block's variables alive while the block waits
         if self.interleaver is None:
             raise NotInTraceError(f"{location.label(self.visit)} was asked for outside a forward.")
         self.interleaver.check(self, location)
         self.wanted = location
         self._park()
-        self.marks = Mark(location, file, line)
+        self.marks = Mark(location, code, at)
         return self.served[location]
 
 
-def _line_of_block() -> tuple[str, int]:
-    """File and line of the nearest frame outside midstream: the user's."""
+_OURS = f"{__name__.partition('.')[0]}."
+
+
+def _frame_of_block() -> FrameType | None:
+    """The nearest frame outside midstream: the user's."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _is_ours(frame):
+    while frame is not None:
+        if not (frame.f_globals.get("__package__") or "").startswith(_OURS):
+            return frame
         frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
-
-
-def _is_ours(frame: FrameType) -> bool:
-    package = frame.f_globals.get("__package__") or ""
-    return bool(package.partition(".")[0] == __name__.partition(".")[0])
+    return None

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from midstream.errors import CaptureError, PromptError, TransportError, UnsupportedError
 from midstream.interleaving.node import Node
+from midstream.interleaving.source import Operation, Source
 from midstream.modeling.vllm import arguments as args
 from midstream.modeling.vllm import bootstrap, meta, prompts
 from midstream.modeling.vllm.building import refuse_reimport
@@ -223,7 +224,7 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
             finally:
                 if engine.broken:
                     self.close()
-                self._edits.send()
+                self._when_idle(self._edits.send)
 
     def _submission(self, request: Request) -> Submission:
         settings = dict(request.settings)
@@ -282,7 +283,7 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
         """The name under which the engine has an object of this model; None for all others."""
         if value is self:
             return MODEL
-        if isinstance(value, Node):
+        if isinstance(value, Node | Source | Operation):
             if value._tree is self._tree:
                 return f"{NODE}:{value.path}"
             raise CaptureError(f"The block uses '{value.path}' of another model than it traces.")

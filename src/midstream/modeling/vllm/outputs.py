@@ -27,10 +27,11 @@ def attach_edits(outcomes: Sequence[Outcome]) -> list[BlockError]:
     for outcome in outcomes:
         if not outcome.edited:
             continue
-        found = [_sequence(records) for records in outcome.edits]
-        met = [record.error for records in outcome.edits for record in records if record.error]
+        records = [[found[i] for i in sorted(found)] for found in outcome.edits]
+        found = [_sequence(of_edits) for of_edits in records]
+        met = [record.error for of_edits in records for record in of_edits if record.error]
         errors += met
-        _warn([record for records in outcome.edits for record in records])
+        _warn([record for of_edits in records for record in of_edits])
         if outcome.output is not None:
             for completion in outcome.output.outputs:
                 completion.saves = found[completion.index]
@@ -56,6 +57,8 @@ def warn_of_failures(outcomes: Sequence[Outcome], stacklevel: int) -> None:
         if outcome.output is not None and getattr(outcome.output, "edit_error", None)
     ]
     if failed:
+        if isinstance(failed[0].__cause__, KeyboardInterrupt):
+            raise failed[0].__cause__
         text = str(failed[0]).partition("\n")[0]
         warnings.warn(
             f"An installed edit failed in {len(failed)} of {len(outcomes)} requests; they went on "

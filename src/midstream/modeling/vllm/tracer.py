@@ -14,6 +14,7 @@ from midstream.errors import (
     PromptError,
     UnsupportedError,
 )
+from midstream.interleaving.caches import Cache  # its class has to be loaded when one comes home
 from midstream.modeling.vllm.arguments import check_settings
 from midstream.modeling.vllm.data import Request, write
 from midstream.modeling.vllm.failures import raise_failures
@@ -193,6 +194,10 @@ class Tracer:
     def all(self) -> NoReturn:
         """All steps of the request, inside the block: ``for step in tracer.all()``."""
         raise NotInTraceError("`tracer.all()` exists only inside the block.")
+
+    def cache(self, *args: Any, **keywords: Any) -> Cache:
+        """Record modules, inside the block."""
+        raise NotInTraceError("`tracer.cache()` exists only inside the block.")
 
     def stop(self) -> NoReturn:
         """End the request, inside the block."""

@@ -8,7 +8,7 @@ without an active block runs vLLM's code as it stands: no hook, no copy, no bran
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from midstream.errors import MidstreamError
 from midstream.interleaving.events import Rows
-from midstream.interleaving.locations import LOGITS, SAMPLES, Location
+from midstream.interleaving.locations import LOGITS, SAMPLES
 from midstream.interleaving.run import Run
 from midstream.modeling.vllm.engine.host import BlockHost
 from midstream.modeling.vllm.engine.indices import index_limit
@@ -28,8 +28,6 @@ from midstream.modeling.vllm.engine.kernels import EagerKernels
 from midstream.modeling.vllm.payloads import Record, pack
 from midstream.modeling.vllm.tokenizers import tokenizer_of
 from midstream.modeling.vllm.wire import KEY
-
-_ROOT_INPUT, _ROOT_OUTPUT = Location("", "input"), Location("", "output")
 
 
 class BlockRunner:
@@ -58,6 +56,7 @@ class BlockRunner:
             lambda: tokenizer_of(self.model_config),
             rename,
             limit=index_limit(self._vocabulary, int(self.model_config.max_model_len)),
+            stateful=self._stateful_layers(),
         )
         self._kernels = EagerKernels(self.model, self.vllm_config)
         self._active: dict[str, list[Run]] = {}
@@ -66,6 +65,15 @@ class BlockRunner:
         self._rows: dict[Run, Rows] = {}
         self._sizes: tuple[int, ...] = ()
         self._closed: list[Record] = []
+
+    def _stateful_layers(self) -> Iterable[Any]:
+        """The layers that have to run: with a cache, a state, or a part in a collective.
+
+        vLLM's kernels find the first two by name. Of several ranks, any layer may wait for others.
+        """
+        if self.vllm_config.parallel_config.world_size > 1:
+            return self.model.modules()  # type: ignore[no-any-return]
+        return self.vllm_config.compilation_config.static_forward_context.values()  # type: ignore[no-any-return]
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Set up the cache and the graph manager, whose dispatch then knows of active blocks."""
@@ -197,9 +205,10 @@ class BlockRunner:
             get_forward_context().skip_compiled = True  # read when a compiled module is called
             interleaver = self.blocks.interleaver
             with interleaver.phase(self._rows, self._sizes), self._kernels():
-                args, kwargs = interleaver.hand_over(_ROOT_INPUT, (args, kwargs))
-                return interleaver.hand_over(_ROOT_OUTPUT, forward(*args, **kwargs))
+                args, kwargs = interleaver.enter("", (args, kwargs))
+                return interleaver.leave("", interleaver.call("", forward, args, kwargs))
 
+        traced.__dict__["__wrapped__"] = forward  # for who looks for the forward's source
         return traced
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
@@ -270,9 +279,11 @@ class BlockRunner:
             )
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Draw the step's tokens; records of closed blocks leave with them."""
+        """Draw the step's tokens; records of blocks that are done or closed leave with them."""
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         if output is not None:
+            if self._active:
+                self._closed += self.blocks.finished(self._active)
             self._attach(getattr(output, "model_runner_output", output))
         return output
 

@@ -10,10 +10,13 @@ import msgspec
 import torch
 
 from midstream.errors import MidstreamError, UnsupportedError
+from midstream.interleaving.caches import Cache
 from midstream.interleaving.indices import Limit
 from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.node import Tree
+from midstream.interleaving.recording import open_cache
 from midstream.interleaving.run import Notice, Run, current_run
+from midstream.interleaving.source import find_source
 from midstream.interleaving.steps import Steps
 from midstream.modeling.vllm.engine.edits import InstalledEdit, InstalledEdits
 from midstream.modeling.vllm.engine.refusals import refused
@@ -34,6 +37,7 @@ from midstream.modeling.vllm.wire import (
     Payload,
 )
 from midstream.tracing import Block, Execution, user_traceback
+from midstream.tracing.saves import save
 from midstream.tracing.shipping import loads
 
 Rename = Mapping[str, str | list[str]]
@@ -45,6 +49,10 @@ class Admitted:
     Args:
         edits: installed edits that run before it, each a block beside the same request.
         edit: the installed edit that this is, if it is one.
+
+    Attributes:
+        blocks: all blocks of the request in their turn, this one last; a request that runs edits
+            only has no other.
     """
 
     def __init__(
@@ -63,10 +71,13 @@ class Admitted:
         self._block: Block | None = None
         self._execution: Execution | None = None
         self.run = Run(self._execute, seed=zlib.crc32(payload.block))
+        self.run.uses_source = b"source" in payload.block
         self.run.context = host.stored.objects
-        for turn, block in enumerate([*edits, self] if edits else ()):
+        self.blocks = [*edits, self] if payload.block or edit is not None else [*edits]
+        for turn, block in enumerate(self.blocks if edits else ()):
             block.run.turn = turn
         self.reported = False
+        self.recorded = False
         self._steps = 0
 
     def _execute(self) -> None:
@@ -81,32 +92,30 @@ class Admitted:
 
     def entering(self) -> list[Run]:
         """Count a step of the request; its runs that have something to do in it, in their turn."""
-        entering = [self.run] if self._enters_step() else []
-        if self._edits:
-            entering = [*(edit.run for edit in self._edits if edit._enters_step()), *entering]
-        return entering
+        return [block.run for block in self.blocks if block._enters_step()]
 
     def _enters_step(self) -> bool:
         self.run.visit, self._steps = self._steps, self._steps + 1
-        if self.run.done or not self._has_block:
+        if self.run.records:
+            return True
+        if self.run.done:
             return False
         return not self.run.started or (
             self.run.awaited is not None and self.run.awaited <= self.run.visit
         )
 
     @property
-    def _has_block(self) -> bool:
-        """Whether there is one; a request may run installed edits only."""
-        return bool(self._payload.block) or self._edit is not None
+    def is_done(self) -> bool:
+        """Whether nothing more comes: the block has ended, and no cache of it goes on."""
+        return self.run.done and not self.run.recorders
 
-    def records(self) -> list[Record]:
-        """What the request sends home when it closes: a record of each of its blocks."""
-        found = [record for edit in self._edits for record in edit.records()]
-        return [*found, self._record()] if self._has_block else found
-
-    def _record(self) -> Record:
+    def record(self) -> Record:
+        """What the request sends home, once: when its block is done or it closes."""
         self.run.close()
-        execution = self._execution
+        for recorder in self.run.recorders:
+            recorder.settle()
+        self.recorded = True
+        execution, self._execution = self._execution, None
         return Record(
             self.request_id,
             saves=execution.saves() if execution is not None else {},
@@ -148,6 +157,7 @@ class BlockHost:
         tokenizer: gives the checkpoint's tokenizer, called when a block first uses it.
         rename: further names for modules.
         limit: bounds of the indices that modules look up.
+        stateful: the layers that run whoever skips them.
     """
 
     def __init__(
@@ -156,10 +166,12 @@ class BlockHost:
         tokenizer: Callable[[], Any],
         rename: Rename | None = None,
         limit: Limit | None = None,
+        stateful: Iterable[Any] = (),
     ):
         self.model = BlockModel(root, tokenizer, rename)
-        self.tracer = BlockTracer()
-        self.interleaver = Interleaver(self.model.tree.modules, limit)
+        self.tracer = BlockTracer(self.model.tree)
+        always = _containing(self.model.tree, {id(layer) for layer in stateful})
+        self.interleaver = Interleaver(self.model.tree.modules, limit, always)
         self.edits, self.stored = InstalledEdits(), Store()
         self._admitted: dict[str, Admitted] = {}
 
@@ -207,22 +219,33 @@ class BlockHost:
                 found.append((request_id, how))
         return found
 
+    def finished(self, request_ids: Iterable[str]) -> list[Record]:
+        """Records of those blocks that are done while their requests go on, in their order."""
+        found = (self._admitted.get(i) for i in sorted(request_ids))
+        blocks = (block for admitted in found if admitted is not None for block in admitted.blocks)
+        return [block.record() for block in blocks if block.is_done and not block.recorded]
+
     def close(self, request_ids: Iterable[str]) -> list[Record]:
         """End the blocks of finished requests.
 
         Returns:
-            Their records, in the order of the requests' ids, those of edits first.
+            The records that have not been sent, in the order of the requests' ids, of one request
+            those of edits first.
         """
         if not self._admitted:
             return []
         closed = [self._admitted.pop(i) for i in sorted(request_ids) if i in self._admitted]
-        return [record for admitted in closed for record in admitted.records()]
+        blocks = (block for admitted in closed for block in admitted.blocks)
+        return [block.record() for block in blocks if not block.recorded]
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._admitted
 
     def __len__(self) -> int:
-        return len(self._admitted)
+        return sum(
+            not all(block.recorded for block in admitted.blocks)
+            for admitted in self._admitted.values()
+        )
 
     def resolve(self, reference: str, stored: Mapping[str, Any] | None = None) -> Any:
         """The engine's own object for a reference in a block.
@@ -243,7 +266,8 @@ class BlockHost:
         kind, _, path = reference.partition(":")
         if kind == STORED:
             return (self.stored.objects if stored is None else stored)[path]
-        node = self.model.tree.nodes.get(path) if kind == NODE else None
+        tree = self.model.tree
+        node = (tree.nodes.get(path) or find_source(tree, path)) if kind == NODE else None
         if node is None:
             raise MidstreamError(
                 f"The block refers to '{reference}', which this engine does not have. Was it "
@@ -315,6 +339,15 @@ _ATTENTION = (
 )
 
 
+def _containing(tree: Tree, layers: set[int]) -> list[str]:
+    """Paths of the modules that are, or contain, one of the layers."""
+    return [
+        path
+        for path, module in tree.modules.items()
+        if any(id(inner) in layers for inner in module.modules())
+    ]
+
+
 def _with_attention(tree: Tree) -> list[str]:
     """Paths of the modules that use the KV cache, or contain one that does."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -328,6 +361,9 @@ def _with_attention(tree: Tree) -> list[str]:
 
 class BlockTracer:
     """What `tracer` is inside a block. All blocks of the engine share it, so none may change it."""
+
+    def __init__(self, tree: Tree):
+        object.__setattr__(self, "_tree", tree)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(
@@ -362,6 +398,43 @@ class BlockTracer:
         `min_tokens` say. The step's token counts only if the block had reached `model.samples`.
         """
         current_run("`tracer.stop()`").stop()
+
+    def cache(
+        self,
+        modules: Any = None,
+        device: torch.device | str | None = "cpu",
+        dtype: torch.dtype | None = None,
+        detach: bool = True,
+        include_output: bool = True,
+        include_inputs: bool = False,
+        non_blocking: bool = False,
+    ) -> Cache:
+        """Record modules from here to the end of the request, also after the block has ended.
+
+        Args:
+            modules: modules or their paths, one or several; all if left out.
+            device: where values are kept while the request runs; None leaves them where they are.
+                They come home on the CPU.
+            dtype: what floating-point values are converted to.
+            detach: has no effect: nothing in the engine records gradients.
+            include_output: record what the modules return, after all edits.
+            include_inputs: record what they are called with, after all edits.
+            non_blocking: copy to the CPU beside the forward, into page-locked memory.
+
+        Returns:
+            The cache, which is saved under the name it is bound to.
+
+        Raises:
+            ValueError: the block has read or written something already, or there is no such module.
+        """
+        sides = {"output": include_output, "input": include_inputs}
+        wanted = {
+            "sides": frozenset(side for side, included in sides.items() if included),
+            "device": None if device is None else torch.device(device),
+            "dtype": dtype,
+            "non_blocking": non_blocking,
+        }
+        return save(open_cache(current_run("`tracer.cache()`"), self._tree, modules, wanted))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
