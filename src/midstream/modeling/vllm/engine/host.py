@@ -114,7 +114,6 @@ class Admitted:
         self.run.close()
         for recorder in self.run.recorders:
             recorder.settle()
-        self.recorded = True
         execution, self._execution = self._execution, None
         return Record(
             self.request_id,
