@@ -61,11 +61,11 @@ class Interleaver:
         self._around: dict[Location, list[str]] = {}
         self._recording: dict[str, list[tuple[Run, Recorder]]] = {}
         self._paused = False
-        self._in_turns = False  # whether a request has several blocks
         self._sources = Sources(self)
         self._charting: str | None = None  # whose operations this call shows the order of
         self._observing = False  # whether every call is handed over, wanted or not
         self._current: Location | None = None
+        self._in_turns = False  # whether a request has several blocks
         self.in_forward = False
         self.in_step = False
 

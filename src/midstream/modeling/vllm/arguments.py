@@ -174,8 +174,9 @@ def sampling(settings: Mapping[str, Any]) -> Any:
             raise TypeError("max_tokens and max_new_tokens are two names of one setting: pass one.")
         settings["max_tokens"] = settings.pop("max_new_tokens")
     what = "a sampling setting (a field of vLLM's SamplingParams)"
-    ours = ("block", "run", "max_new_tokens", *_NOT_SAMPLING)
-    check_known(settings, _sampling_fields(), what, ours)
+    check_known(
+        settings, _sampling_fields(), what, ("block", "run", "max_new_tokens", *_NOT_SAMPLING)
+    )
     return SamplingParams(**settings)
 
 
