@@ -205,6 +205,26 @@ def test_values_of_edits_and_of_the_trace_stay_apart(model: Any) -> None:
     assert (last, mine, tracer.saves) == ("untouched", "trace", {"mine": "trace"})
 
 
+def test_the_later_edit_wins_though_it_is_done_first(model: Any) -> None:
+    """An edit that is done sends its values while its request goes on; their order stays."""
+    with model.edit() as (tracer, _):
+        looped = -1
+        for _ in tracer.all():
+            model.logits
+            looped += 1
+        value = save(f"looped to {looped}")
+        looped.save()
+    with model.edit():
+        value = save("once")
+    with model.trace(A, max_tokens=4, **GREEDY) as tracer:
+        mine = [].save()
+        for step in tracer.iter[:2]:
+            model.logits
+            mine.append(step)
+    assert tracer.result.saves == {"value": "once", "looped": 3}
+    assert mine == [0, 1]
+
+
 def test_values_of_each_sequence(model: Any) -> None:
     """With `n` above 1 each completion has its own values, and the output lists them (C51)."""
     with model.edit():
