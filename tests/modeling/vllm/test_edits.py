@@ -631,9 +631,9 @@ def test_preempted_requests_keep_their_edits(model: Any) -> None:
         scheduler = crowded.vllm_entrypoint.llm_engine.engine_core.engine_core.scheduler
         preempted, preempt = [], scheduler._preempt_request
 
-        def noting(request: Any, *more: Any) -> None:
+        def noting(request: Any, *more: Any, **keywords: Any) -> Any:
             preempted.append(request.request_id)
-            preempt(request, *more)
+            return preempt(request, *more, **keywords)
 
         scheduler._preempt_request = noting
         together = crowded.generate(prompts, max_tokens=50, **GREEDY)
