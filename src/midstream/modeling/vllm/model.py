@@ -231,7 +231,7 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
             finally:
                 if engine.broken:
                     self.close()
-                self._edits.send()
+                self._when_idle(self._edits.send)
 
     def _submission(self, request: Request) -> Submission:
         settings = dict(request.settings)
