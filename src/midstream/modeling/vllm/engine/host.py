@@ -19,6 +19,7 @@ from midstream.interleaving.run import Notice, Run, current_run
 from midstream.interleaving.steps import Steps
 from midstream.modeling.vllm.locations import EngineModel
 from midstream.modeling.vllm.payloads import BlockError, BlockWarning, Record
+from midstream.modeling.vllm.results import Result
 from midstream.modeling.vllm.wire import (
     FAILED,
     KEY,
@@ -71,8 +72,7 @@ class Admitted:
         )
 
     def record(self) -> Record:
-        """What the request sends home when it closes."""
-        self.run.close()
+        """What the request sends home once its block has ended."""
         for recorder in self.run.recorders:
             recorder.settle()
         execution = self._execution
@@ -123,6 +123,8 @@ class BlockHost:
         always = _containing(self.model.tree, {id(layer) for layer in stateful})
         self.interleaver = Interleaver(self.model.tree.modules, limit, always)
         self._admitted: dict[str, Admitted] = {}
+        self._parked: dict[str, Admitted] = {}
+        self._to_tell: list[str] = []
 
     def admit(self, request_id: str, sampling: Any) -> None:
         """Take in a request; one that returns after a preemption keeps its block.
@@ -164,18 +166,45 @@ class BlockHost:
         """End the blocks of finished requests.
 
         Returns:
-            Their records, in the order of the requests' ids.
+            Their records, in the order of the requests' ids. A block that waits for its request's
+            result has none yet; see ``waiting`` and ``finish``.
         """
         if not self._admitted:
             return []
         closed = [self._admitted.pop(i) for i in sorted(request_ids) if i in self._admitted]
-        return [admitted.record() for admitted in closed]
+        for admitted in closed:
+            admitted.run.close()
+            if admitted.run.waits_for_result:
+                self._parked[admitted.request_id] = admitted
+                self._to_tell.append(admitted.request_id)
+        return [admitted.record() for admitted in closed if not admitted.run.waits_for_result]
+
+    def waiting(self) -> list[str]:
+        """Closed requests whose blocks have begun to wait for a result since the last call."""
+        found, self._to_tell = self._to_tell, []
+        return found
+
+    def finish(self, results: Mapping[str, Result | None]) -> list[Record]:
+        """End blocks that wait for their requests' results.
+
+        Args:
+            results: by request; None for one that was aborted.
+
+        Returns:
+            Their records.
+        """
+        found = [
+            (self._parked.pop(i), result) for i, result in results.items() if i in self._parked
+        ]
+        for admitted, result in found:
+            admitted.run.give_result(MidstreamError(_ABORTED) if result is None else result)
+        return [admitted.record() for admitted, _ in found]
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._admitted
 
     def __len__(self) -> int:
-        return len(self._admitted)
+        return len(self._admitted) + len(self._parked)
 
     def resolve(self, reference: str) -> Any:
         """The engine's own object for a reference in a block.
@@ -245,6 +274,8 @@ class BlockModel(EngineModel):
         )
 
 
+_ABORTED = "The request was aborted before it had finished, so `tracer.result` has nothing to give."
+
 _ATTENTION = (
     "it contains attention or a state, which reads and writes the cache of all requests in the "
     "step. Call the modules around it (norms, projections, the MLP), or edit its input"
@@ -291,6 +322,18 @@ class BlockTracer:
     def all(self) -> Iterator[int]:
         """All steps from the one the block is in: ``for step in tracer.all()``."""
         return self.iter[:]
+
+    @property
+    def result(self) -> Result:
+        """The finished request: text, token ids, log probabilities, and why it ended.
+
+        The block waits here until the request has ended, so it can read nothing of the model
+        afterwards.
+
+        Raises:
+            MidstreamError: the request was aborted.
+        """
+        return current_run("`tracer.result`").result()  # type: ignore[no-any-return]
 
     def invoke(self, *args: Any, **settings: Any) -> NoReturn:
         """Refuse: a block runs beside one request.
