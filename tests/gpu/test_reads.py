@@ -98,10 +98,15 @@ def test_reads_in_bf16_agree_with_huggingface_in_fp32(served: tuple[Any, Oracle]
 
 
 def test_the_residual_stream_is_the_sum_of_the_pair(served: tuple[Any, Oracle]) -> None:
-    """Hidden plus residual agrees at every layer; the first element alone does not."""
+    """Hidden plus residual agrees at every layer; the first element alone does not.
+
+    Where bf16 alone moves HuggingFace's own residual stream below cosine 0.999 (SmolLM2's layer 9
+    does), the engine may be as far off as that.
+    """
     model, oracle = served
     layers = model.transformer.h if hasattr(model.tree.root, "transformer") else model.model.layers
     reads = oracle.reads(A)
+    rounded = Oracle(oracle.path, torch.bfloat16).reads(A)
 
     def block(model: Any, tracer: Any) -> dict[str, Any]:
         return {str(i): layer.output for i, layer in enumerate(layers)}
@@ -110,7 +115,8 @@ def test_the_residual_stream_is_the_sum_of_the_pair(served: tuple[Any, Oracle]) 
     for index in range(len(layers)):
         right = reads[f"residual.{index}"]
         parts = tensors(saves[str(index)])
-        assert cosine(sum(parts), right) >= 0.999
+        alone = cosine(rounded[f"residual.{index}"].float(), right)
+        assert cosine(sum(parts), right) >= min(0.999, alone), index
         if len(parts) == 2 and index:
             assert cosine(parts[0], right) < 0.99
 
@@ -159,7 +165,7 @@ with VLLM(sys.argv[1], dispatch=True, dtype="bfloat16", max_model_len=512,
     model.trace([11, 12, 13], block=lambda model, tracer: {"logits": model.logits}, max_tokens=1)
 print("in use:", cuda_in_use())
 import torch
-torch.cuda.is_available()
+torch.zeros(1, device="cuda")
 print("in use:", cuda_in_use())
 """
     path = folder("T-LLAMA")

@@ -71,13 +71,19 @@ class Result:
 
 
 class Oracle:
-    """HuggingFace's model of the checkpoint in folder `path`, as the reference for vLLM's."""
+    """HuggingFace's model of the checkpoint in folder `path`, as the reference for vLLM's.
 
-    def __init__(self, path: str | Path):
+    Args:
+        path: the checkpoint.
+        dtype: fp32 for the right values; another shows what that dtype alone changes.
+    """
+
+    def __init__(self, path: str | Path, dtype: torch.dtype = torch.float32):
         from transformers import AutoModelForCausalLM
 
+        self.path = path
         self.model = AutoModelForCausalLM.from_pretrained(
-            path, attn_implementation="eager", dtype=torch.float32
+            path, attn_implementation="eager", dtype=dtype
         ).eval()
         self.architecture = ARCHITECTURES[self.model.config.model_type]
         self.layer_count: int = self.model.config.num_hidden_layers

@@ -44,17 +44,17 @@ class Event:
         check: Callable[[int, torch.Tensor], None] | None = None,
     ):
         self.leaves, self._build = flatten(value)
-        self._sizes = sizes
-        self._low, self._high = spans[0].start, spans[0].stop
-        for span in spans[1:]:
-            self._low, self._high = min(self._low, span.start), max(self._high, span.stop)
+        self._sizes, first = sizes, spans[0]
+        self._low, self._high = first.start, first.stop
+        if len(spans) > 1:
+            self._low = min(span.start for span in spans)
+            self._high = max(span.stop for span in spans)
         self._copies: dict[int, torch.Tensor] = {}
         self._replaced: set[int] = set()
         self._value = value
         self._check = check
         self._axes: dict[int, int | None] = {}
-        parts = value if isinstance(value, tuple) else (value,)
-        self.has_items = any(isinstance(part, list | dict) and part for part in parts)
+        self.has_items = not isinstance(value, torch.Tensor) and _has_items(value)
 
     def axis(self, index: int) -> int | None:
         """The axis of a leaf that runs over the step's rows; None if it has none."""
@@ -284,6 +284,12 @@ def cut(leaf: Any, axis: int | None, start: int, stop: int) -> Any:
     if axis is None or (start == 0 and stop == leaf.shape[axis]):
         return leaf
     return leaf.narrow(axis, start, stop - start)
+
+
+def _has_items(value: Any) -> bool:
+    """Whether a value holds a list or a dictionary with something in it."""
+    parts = value if isinstance(value, tuple) else (value,)
+    return any(isinstance(part, list | dict) and part for part in parts)
 
 
 def _version(leaf: Any) -> int:

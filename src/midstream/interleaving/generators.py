@@ -10,6 +10,7 @@ this file knows (checked once), through the slow public calls otherwise.
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 import sys
 from typing import Any
@@ -60,6 +61,35 @@ def _cuda_generators() -> list[torch.Generator]:
     return list(torch.cuda.default_generators) if torch.cuda.is_initialized() else []
 
 
+class _NumpyGenerator:
+    """One of numpy's bit generators; making one takes twenty times as long as seeding it anew."""
+
+    def __init__(self) -> None:
+        self.bits = np.random.MT19937(0)
+        self.state = np.random.RandomState(self.bits)
+
+
+_POOL: list[_NumpyGenerator] = []
+
+
+@functools.lru_cache(maxsize=64)
+def _fresh(seed: int, devices: int) -> tuple[Any, torch.Tensor, tuple[torch.Tensor, ...]]:
+    """States of Python's and PyTorch's generators for a seed; setting one copies it."""
+    cuda = [torch.Generator(one.device) for one in _cuda_generators()[:devices]]
+    return (
+        _state_of(random.Random(seed)),
+        torch.Generator().manual_seed(seed).get_state(),
+        tuple(generator.manual_seed(seed).get_state() for generator in cuda),
+    )
+
+
+def _trade(generator: torch.Generator, state: torch.Tensor) -> torch.Tensor:
+    """Set a generator's state; give the one it had."""
+    before = generator.get_state()
+    generator.set_state(state)
+    return before
+
+
 class Generators:
     """States of the default generators of `random`, numpy and PyTorch (CPU and CUDA).
 
@@ -70,17 +100,18 @@ class Generators:
         seed: for new generators, the same on every rank and in every process.
     """
 
-    __slots__ = ("_cpu", "_cuda", "_numpy", "_python")
+    __slots__ = ("_cpu", "_cuda", "_legacy", "_numpy", "_python")
 
     def __init__(self, seed: int) -> None:
-        fresh = random.Random(seed)
-        self._python = _state_of(fresh)
-        self._numpy: Any = np.random.MT19937(seed)
-        self._cpu = torch.Generator().manual_seed(seed).get_state()
-        self._cuda = [
-            torch.Generator(generator.device).manual_seed(seed).get_state()
-            for generator in _cuda_generators()
-        ]
+        self._legacy = _POOL.pop() if _POOL else _NumpyGenerator()
+        self._legacy.state.seed(seed)
+        self._numpy: Any = self._legacy.bits
+        self._python, self._cpu, self._cuda = _fresh(seed, len(_cuda_generators()))
+
+    def release(self) -> None:
+        """Give numpy's generator to the next block; this object is not used again."""
+        if self._numpy is self._legacy.bits:  # else the block has put another in its place
+            _POOL.append(self._legacy)
 
     def exchange(self) -> None:
         """Trade places with the process's generators."""
@@ -94,13 +125,7 @@ class Generators:
         torch.default_generator.set_state(self._cpu)
         self._cpu = cpu
         if self._cuda:
-            self._exchange_cuda()
-
-    def _exchange_cuda(self) -> None:
-        for index, generator in enumerate(_cuda_generators()):
-            before = generator.get_state()
-            generator.set_state(self._cuda[index])
-            self._cuda[index] = before
+            self._cuda = tuple(map(_trade, _cuda_generators(), self._cuda))
 
 
 class Exchange:

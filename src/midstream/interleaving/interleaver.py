@@ -56,6 +56,7 @@ class Interleaver:
         self._position = -1
         self._passed: set[Location] = set()
         self._replaced: dict[str, tuple[torch.nn.Module, Any]] = {}
+        self._made: dict[str, tuple[Any, Callable[..., Any]]] = {}
         self._around: dict[Location, list[str]] = {}
         self._recording: dict[str, list[tuple[Run, Recorder]]] = {}
         self._paused = False
@@ -210,8 +211,8 @@ class Interleaver:
             served.settle(location, run.visit)
         except Exception as error:  # noqa: BLE001  # a failed copy is the block's error, never the engine's
             if run.marks is not None:
-                _, file, line = run.marks
-                error.add_note(f'Met in the value that was read at File "{file}", line {line}.')
+                place = f'File "{run.marks.file}", line {run.marks.line}'
+                error.add_note(f"Met in the value that was read at {place}.")
             run.fail(error) if run.done else run.resume(error)
         finally:
             run.served = {}
@@ -247,10 +248,9 @@ class Interleaver:
             return
         text = f"'{location.label(run.visit)}' was requested but the model already ran past it"
         if run.marks is not None:
-            served, _, line = run.marks
             text += (
-                f": the block had already been given '{served.label(run.visit)}'. "
-                f"Move this access above line {line}"
+                f": the block had already been given '{run.marks.location.label(run.visit)}'. "
+                f"Move this access above line {run.marks.line}"
             )
         raise OutOfOrderError(text + ".")
 
@@ -324,9 +324,16 @@ class Interleaver:
         if module is None or path in self._replaced:
             return
         # into the instance's dictionary: a module's own attribute setter takes microseconds
-        self._replaced[path] = (module, module.__dict__.get("forward"))
-        forward = self._noted(path, module.forward) if self._learning else module.forward
-        module.__dict__["forward"] = self._traced(path, forward)
+        own = module.__dict__.get("forward")
+        self._replaced[path] = (module, own)
+        if self._learning or path in self._recording:
+            forward = self._noted(path, module.forward) if self._learning else module.forward
+            module.__dict__["forward"] = self._traced(path, forward)
+            return
+        made = self._made.get(path)  # wrapping anew in every step would cost as much as a visit
+        if made is None or made[0] is not own:
+            made = self._made[path] = (own, self._traced(path, module.forward))
+        module.__dict__["forward"] = made[1]
 
     def _restore(self) -> None:
         for module, own in self._replaced.values():

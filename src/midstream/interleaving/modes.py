@@ -8,7 +8,7 @@ would leave the engine's forward with gradients on, and the engine's modes would
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import _pop_mode as _pop_function_mode
@@ -35,21 +35,13 @@ def _stream() -> Any:
     return torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())
 
 
-class _Flags(NamedTuple):
-    """Everything a block may leave changed, cheap enough for every visit."""
-
-    inference: bool
-    grad: bool
-    autocast_cpu: bool
-    autocast_cuda: bool
-    dtype: torch.dtype
-    functions: int
-    dispatches: int
-    stream: Any
+_Flags = tuple[bool, bool, bool, bool, torch.dtype, int, int, Any]
+"""Inference, gradients, autocast on CPU and CUDA, dtype, sizes of the mode stacks, stream."""
 
 
 def _flags() -> _Flags:
-    return _Flags(
+    """Everything a block may leave changed: a plain tuple, since every visit makes two."""
+    return (
         _is_inference(),
         _is_grad(),
         _is_autocast("cpu"),
@@ -111,13 +103,13 @@ class BlockModes:
     def _restore_engine(self, left: _Flags) -> None:
         """Take the block's modes off the thread, keeping them for its next turn."""
         self._left, entry = left, self._entry
-        added = max(0, left.functions - entry.functions)
+        added = max(0, left[5] - entry[5])
         self._function_modes = [_pop_function_mode() for _ in range(added)][::-1]
-        added = max(0, left.dispatches - entry.dispatches)
+        added = max(0, left[6] - entry[6])
         self._dispatch_modes = [_pop_dispatch_mode() for _ in range(added)][::-1]
-        if left.inference != entry.inference:
+        if left[0] != entry[0]:
             # inference mode has no setter: a guard on top undoes it, leaving the guard redoes it
-            guard = torch.inference_mode(entry.inference)
+            guard = torch.inference_mode(entry[0])
             guard.__enter__()
             self._guards.append(guard)
         self._trade_dtypes()
@@ -132,10 +124,11 @@ class BlockModes:
 
 def _apply(flags: _Flags) -> None:
     """Set those modes that have a setter."""
-    torch.set_grad_enabled(flags.grad)
-    torch.set_autocast_enabled("cpu", flags.autocast_cpu)
-    torch.set_autocast_enabled("cuda", flags.autocast_cuda)
-    torch.set_default_dtype(flags.dtype)
-    if flags.stream is not None:
-        identity, index, kind = flags.stream
+    _, grad, autocast_cpu, autocast_cuda, dtype, _, _, stream = flags
+    torch.set_grad_enabled(grad)
+    torch.set_autocast_enabled("cpu", autocast_cpu)
+    torch.set_autocast_enabled("cuda", autocast_cuda)
+    torch.set_default_dtype(dtype)
+    if stream is not None:
+        identity, index, kind = stream
         torch._C._cuda_setStream(stream_id=identity, device_index=index, device_type=kind)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import greenlet
@@ -52,8 +53,21 @@ class Mark(NamedTuple):
     """A line of a block that asked for a value, and got it."""
 
     location: Location
-    file: str
-    line: int
+    code: CodeType | None
+    at: int
+
+    @property
+    def file(self) -> str:
+        """The file of the line."""
+        return self.code.co_filename if self.code is not None else ""
+
+    @property
+    def line(self) -> int:
+        """Its number; worked out when an error asks, since a visit has no time for it."""
+        if self.code is None:
+            return 0
+        positions = itertools.islice(self.code.co_positions(), self.at // 2, None)
+        return next(positions, (None,))[0] or 0
 
 
 class Notice(NamedTuple):
@@ -152,6 +166,8 @@ class Run:
                 self._greenlet.throw(error)
         if not self.keeps_generators:
             EXCHANGE.give(None)
+            if self.done:
+                self._generators.release()
 
     @property
     def keeps_generators(self) -> bool:
@@ -242,7 +258,9 @@ class Run:
 
     def warn(self, message: str, category: type[Warning]) -> None:
         """Warn in the caller's process, with the user's line."""
-        self.warnings.append(Notice(message, category, *_line_of_block()))
+        frame = _frame_of_block()
+        place = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
+        self.warnings.append(Notice(message, category, *place))
 
     def stop(self) -> NoReturn:
         """End the request here: the block is unwound, and what it saved comes back."""
@@ -266,24 +284,26 @@ class Run:
         return served
 
     def _wait(self, location: Location) -> Served:
-        file, line = _line_of_block()
+        frame = _frame_of_block()
+        code, at = (frame.f_code, frame.f_lasti) if frame is not None else (None, 0)
+        del frame  # it would keep the block's variables alive while the block waits
         if self.interleaver is None:
             raise NotInTraceError(f"{location.label(self.visit)} was asked for outside a forward.")
         self.interleaver.check(self, location)
         self.wanted = location
         self._park()
-        self.marks = Mark(location, file, line)
+        self.marks = Mark(location, code, at)
         return self.served[location]
 
 
-def _line_of_block() -> tuple[str, int]:
-    """File and line of the nearest frame outside midstream: the user's."""
+_OURS = f"{__name__.partition('.')[0]}."
+
+
+def _frame_of_block() -> FrameType | None:
+    """The nearest frame outside midstream: the user's."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _is_ours(frame):
+    while frame is not None:
+        if not (frame.f_globals.get("__package__") or "").startswith(_OURS):
+            return frame
         frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
-
-
-def _is_ours(frame: FrameType) -> bool:
-    package = frame.f_globals.get("__package__") or ""
-    return bool(package.partition(".")[0] == __name__.partition(".")[0])
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -74,7 +75,7 @@ def check_known(
     Raises:
         TypeError: naming it and the nearest one there is.
     """
-    known = set(known)
+    known = known if isinstance(known, frozenset) else frozenset(known)
     for name in arguments:
         if name not in known:
             near = difflib.get_close_matches(name, [*ours, *known], n=1)
@@ -154,7 +155,14 @@ def sampling(settings: Mapping[str, Any]) -> Any:
         if "max_tokens" in settings:
             raise TypeError("max_tokens and max_new_tokens are two names of one setting: pass one.")
         settings["max_tokens"] = settings.pop("max_new_tokens")
-    known = inspect.signature(SamplingParams).parameters
     what = "a sampling setting (a field of vLLM's SamplingParams)"
-    check_known(settings, known, what, ("block", "run", "lora_request", "max_new_tokens"))
+    ours = ("block", "run", "lora_request", "max_new_tokens")
+    check_known(settings, _sampling_fields(), what, ours)
     return SamplingParams(**settings)
+
+
+@functools.cache
+def _sampling_fields() -> frozenset[str]:
+    from vllm import SamplingParams
+
+    return frozenset(inspect.signature(SamplingParams).parameters)

@@ -135,7 +135,7 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         name = f"trace-{next(self._names)}"
-        params, prompt = submission.params.clone(), dict(submission.prompt)
+        params, prompt = submission.params, dict(submission.prompt)
         payload = msgspec.msgpack.encode(submission.payload)
         params.extra_args = {**(params.extra_args or {}), KEY: payload}
         params.skip_reading_prefix_cache = True
@@ -169,7 +169,7 @@ class Engine:
         while True:
             if self._waiting:  # before a step: the engine may have none left to make
                 self._give_results()
-            if self._closed.issuperset(self._sequences):
+            if all(map(self._is_closed, self._sequences)):
                 return
             outputs = self._step()
             for output in outputs:
@@ -178,8 +178,15 @@ class Engine:
             if outputs or self._core.has_unfinished_requests():
                 deadline = time.monotonic() + _PATIENCE
             elif time.monotonic() > deadline:
-                missing = sorted(set(self._sequences) - self._closed)
+                missing = sorted(i for i in self._sequences if not self._is_closed(i))
                 raise MidstreamError(f"The engine did not close the requests {missing}.")
+
+    def _is_closed(self, sequence: str) -> bool:
+        """Whether nothing more comes of a sequence: the engine says so, or all of it is here."""
+        if sequence in self._closed:
+            return True
+        outcome, index = self._sequences[sequence]
+        return outcome.output is not None and outcome.records[index] is not None
 
     def _step(self) -> Any:
         """One step of the engine."""

@@ -275,9 +275,11 @@ class BlockRunner:
             )
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Draw the step's tokens; records of closed blocks leave with them."""
+        """Draw the step's tokens; records of blocks that are done or closed leave with them."""
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         if output is not None:
+            if self._active:
+                self._closed += self.blocks.finished(self._active)
             self._attach(getattr(output, "model_runner_output", output))
         return output
 

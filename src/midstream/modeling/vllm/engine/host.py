@@ -49,6 +49,7 @@ class Admitted:
         self._execution: Execution | None = None
         self.run = Run(self._execute, seed=zlib.crc32(payload))
         self.reported = False
+        self.recorded = False
         self._steps = 0
 
     def _execute(self) -> None:
@@ -71,11 +72,17 @@ class Admitted:
             self.run.awaited is not None and self.run.awaited <= self.run.visit
         )
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more comes: the block has ended, and no cache of it goes on."""
+        return self.run.done and not self.run.recorders
+
     def record(self) -> Record:
-        """What the request sends home once its block has ended."""
+        """What the request sends home, once: when its block has ended."""
         for recorder in self.run.recorders:
             recorder.settle()
-        execution = self._execution
+        self.recorded = True
+        execution, self._execution = self._execution, None
         return Record(
             self.request_id,
             saves=execution.saves() if execution is not None else {},
@@ -162,12 +169,17 @@ class BlockHost:
                 found.append((request_id, how))
         return found
 
+    def finished(self, request_ids: Iterable[str]) -> list[Record]:
+        """Records of those blocks that are done while their requests go on, in their order."""
+        found = (self._admitted.get(i) for i in sorted(request_ids))
+        return [a.record() for a in found if a is not None and a.is_done and not a.recorded]
+
     def close(self, request_ids: Iterable[str]) -> list[Record]:
         """End the blocks of finished requests.
 
         Returns:
-            Their records, in the order of the requests' ids. A block that waits for its request's
-            result has none yet; see ``waiting`` and ``finish``.
+            The records that have not been sent, in the order of the requests' ids. A block that
+            waits for its request's result has none yet; see ``waiting`` and ``finish``.
         """
         if not self._admitted:
             return []
@@ -177,7 +189,11 @@ class BlockHost:
             if admitted.run.waits_for_result:
                 self._parked[admitted.request_id] = admitted
                 self._to_tell.append(admitted.request_id)
-        return [admitted.record() for admitted in closed if not admitted.run.waits_for_result]
+        return [
+            admitted.record()
+            for admitted in closed
+            if not admitted.recorded and not admitted.run.waits_for_result
+        ]
 
     def waiting(self) -> list[str]:
         """Closed requests whose blocks have begun to wait for a result since the last call."""
@@ -204,7 +220,8 @@ class BlockHost:
         return request_id in self._admitted
 
     def __len__(self) -> int:
-        return len(self._admitted) + len(self._parked)
+        going_on = sum(not admitted.recorded for admitted in self._admitted.values())
+        return going_on + len(self._parked)
 
     def resolve(self, reference: str) -> Any:
         """The engine's own object for a reference in a block.
