@@ -20,6 +20,7 @@ from midstream.interleaving.steps import Steps
 from midstream.modeling.vllm.locations import EngineModel
 from midstream.modeling.vllm.payloads import BlockError, BlockWarning, Record
 from midstream.modeling.vllm.results import Result
+from midstream.modeling.vllm.unsupported import BARRIER, gradients
 from midstream.modeling.vllm.wire import (
     FAILED,
     KEY,
@@ -59,7 +60,13 @@ class Admitted:
             if name in execution.namespace:
                 execution.scope.mark(execution.namespace[name], name)
         self._execution = execution
-        execution.run()
+        try:
+            execution.run()
+        except RuntimeError as error:
+            refused = gradients(error)
+            if refused is None:
+                raise
+            raise refused from None
 
     def enters_step(self) -> bool:
         """Count a step of the request; whether the block has something to do in it."""
@@ -272,6 +279,7 @@ class BlockModel(EngineModel):
     def __init__(self, root: torch.nn.Module, tokenizer: Callable[[], Any], rename: Rename | None):
         super().__init__(root, rename)
         self.tree.uncallable.update(dict.fromkeys(_with_attention(self.tree), _ATTENTION))
+        self.tree.uncallable.update(dict.fromkeys(_heads(self.tree), _HEAD))
         self._load_tokenizer = tokenizer
 
     @property
@@ -297,6 +305,19 @@ _ATTENTION = (
     "it contains attention or a state, which reads and writes the cache of all requests in the "
     "step. Call the modules around it (norms, projections, the MLP), or edit its input"
 )
+
+
+_HEAD = (
+    "vLLM keeps the head as weights that its logits processor applies. Write "
+    "`model.logits_processor(model.lm_head, hidden)`"
+)
+
+
+def _heads(tree: Tree) -> list[str]:
+    """Paths of the heads, which have no forward of their own."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    return [path for path, module in tree.modules.items() if isinstance(module, ParallelLMHead)]
 
 
 def _containing(tree: Tree, layers: set[int]) -> list[str]:
@@ -362,6 +383,14 @@ class BlockTracer:
             "`tracer.invoke()` inside a block is not supported: the block runs beside its own "
             "request. Open the trace without a prompt to give it several invokes."
         )
+
+    def barrier(self, *args: Any) -> NoReturn:
+        """Refuse, and say what to write instead.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(BARRIER)
 
     def stop(self) -> None:
         """End this request here. What the block saved comes back; the rest of it does not run.
