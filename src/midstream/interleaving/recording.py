@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,10 @@ from midstream.interleaving.caches import Cache
 from midstream.interleaving.events import Rows, counting_edits, cut, row_axis
 from midstream.interleaving.locations import Location
 from midstream.interleaving.node import Node, Tree
-from midstream.interleaving.structure import flatten
+from midstream.interleaving.structure import PLAIN, flatten
 
 if TYPE_CHECKING:
     from midstream.interleaving.run import Run
-
-_PLAIN = (type(None), bool, int, float, str)
 
 
 @dataclass(frozen=True)
@@ -67,37 +66,41 @@ def _paths(tree: Tree, modules: Any) -> list[str]:
     if modules is None:
         return list(tree.nodes)
     several = [modules] if isinstance(modules, str | Node) else list(modules)
-    return list(dict.fromkeys(_path(tree, module) for module in several))
+    nodes = [called for module in several for called in _called(_node(tree, module))]
+    return list(dict.fromkeys(node.path for node in nodes))
 
 
-def _path(tree: Tree, module: Any) -> str:
+def _called(node: Node) -> list[Node]:
+    """The node; in place of a list of modules, which no model calls, the modules in it."""
+    listed = isinstance(node._module, torch.nn.ModuleList | torch.nn.ModuleDict)
+    return [inner for child in node for inner in _called(child)] if listed else [node]
+
+
+def _node(tree: Tree, module: Any) -> Node:
     if isinstance(module, Node):
-        return module.path
+        return module
     if not isinstance(module, str):
         raise TypeError(
             "`tracer.cache(modules=...)` takes modules and their paths; "
             f"got {type(module).__name__}."
         )
     for path in (module, module.removeprefix("model.")):
-        try:
-            node = tree.root.get(path)
-        except (AttributeError, IndexError, KeyError):
-            continue
-        if isinstance(node, Node):
-            return node.path
+        node = _below(tree.root, path)
+        if node is not None:
+            return node
     raise ValueError(f"`tracer.cache()`: the model has no module '{module}'.")
+
+
+def _below(node: Node | None, path: str) -> Node | None:
+    for part in path.split("."):
+        node = node and (node._children.get(part) or node._aliases.get(part))
+    return node
 
 
 def _aliases(tree: Tree, paths: Iterable[str]) -> dict[str, str]:
     """Names, other than their own path, of the modules and of those around them."""
-    around = {".".join(parts[:n]) for parts in (p.split(".") for p in paths) for n in range(99)}
-    named = (
-        (f"{parent.path}.{name}".strip("."), node.path)
-        for parent in tree.nodes.values()
-        for name, node in [*parent._aliases.items(), *parent._children.items()]
-        if node.path in around
-    )
-    return {name: path for name, path in named if name != path}
+    around = {path[: at.start()] for path in paths for at in re.finditer(r"\.|$", path)}
+    return {name: path for name, path in tree.other_names.items() if path in around}
 
 
 class Recorder:
@@ -136,7 +139,7 @@ class Recorder:
 
     def _kept(self, leaf: Any, rows: Rows, sizes: Sequence[int]) -> Any:
         if not isinstance(leaf, torch.Tensor):
-            return leaf if isinstance(leaf, _PLAIN) else None
+            return leaf if isinstance(leaf, PLAIN) else None
         wanted = self._wanted
         own = cut(leaf, row_axis(leaf, sizes), rows.start, rows.stop).detach()
         beside = wanted.non_blocking and own.is_cuda

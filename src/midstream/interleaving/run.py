@@ -205,15 +205,16 @@ class Run:
         except BaseException as error:  # noqa: BLE001  # a block may raise anything, and the engine lives on
             self.error = error
 
-    def close(self) -> None:
+    def close(self, *, may_wait: bool = False) -> None:
         """Tell the block that its request has ended: loops over steps end, and the rest runs.
 
-        A block that then waits for the request's result is left to wait.
+        Args:
+            may_wait: leave a block that then waits for the request's result to wait for it.
         """
         self.closed = True
         if self.awaited is not None:
             self.resume()
-        if not self.waits_for_result:
+        if not (may_wait and self.waits_for_result):
             self.kill()
 
     def give_result(self, result: Any) -> None:

@@ -192,7 +192,7 @@ class BlockHost:
             return []
         closed = [self._admitted.pop(i) for i in sorted(request_ids) if i in self._admitted]
         for admitted in closed:
-            admitted.run.close()
+            admitted.run.close(may_wait=True)
             if admitted.run.waits_for_result:
                 self._parked[admitted.request_id] = admitted
                 self._to_tell.append(admitted.request_id)
