@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -157,3 +157,39 @@ class Recorder:
         if self._pending:
             torch.cuda.synchronize()
             self._pending = False
+
+
+class Recordings(dict[str, list["tuple[Run, Recorder]"]]):
+    """The recorders of one step, by the path of the module."""
+
+    def add(self, run: Run) -> None:
+        """Take in what a block records."""
+        for recorder in run.recorders:
+            for path in recorder.paths:
+                self.setdefault(path, []).append((run, recorder))
+
+    def runs(self, path: str) -> list[Run]:
+        """The blocks that record a module."""
+        return [run for run, _ in self[path]]
+
+    def keep(
+        self,
+        location: Location,
+        value: Any,
+        rows: Mapping[Run, Rows],
+        sizes: Sequence[int],
+        hidden: Collection[Run] = (),
+    ) -> None:
+        """Let the recorders take a value.
+
+        Args:
+            rows, sizes: as in ``Interleaver.phase``.
+            hidden: blocks for whose request the module did not run.
+        """
+        for run, recorder in self[location.path]:
+            if run in hidden:
+                continue
+            try:
+                recorder.take(location, value, rows[run], sizes)
+            except Exception as error:  # noqa: BLE001  # no memory left is the block's error, never the engine's
+                run.fail(error)

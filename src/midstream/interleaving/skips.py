@@ -35,7 +35,7 @@ def skip(run: Run, path: str, value: Any) -> None:
     location, interleaver = Location(path, SKIP), run.interleaver
     if interleaver is None:
         raise NotInTraceError(f"{location.label(run.visit)} was asked for outside a forward.")
-    interleaver.check(run, location)
+    interleaver.check_skip(run, location)
     interleaver.skips.values.setdefault(run, {})[path] = value
     try:
         _write(run.at(location), value, location.label(run.visit))

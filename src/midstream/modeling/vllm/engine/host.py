@@ -10,17 +10,17 @@ import msgspec
 import torch
 
 from midstream.errors import MidstreamError, UnsupportedError
-from midstream.interleaving.caches import Cache
 from midstream.interleaving.indices import Limit
 from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.node import Tree
-from midstream.interleaving.recording import open_cache
 from midstream.interleaving.run import Notice, Run, current_run
 from midstream.interleaving.steps import Steps
+from midstream.modeling.vllm.engine.controls import Controls
+from midstream.modeling.vllm.engine.layers import HEAD, containing, heads
 from midstream.modeling.vllm.locations import EngineModel
 from midstream.modeling.vllm.payloads import BlockError, BlockWarning, Record
 from midstream.modeling.vllm.results import Result
-from midstream.modeling.vllm.unsupported import BARRIER, gradients
+from midstream.modeling.vllm.unsupported import gradients
 from midstream.modeling.vllm.wire import (
     FAILED,
     KEY,
@@ -33,7 +33,6 @@ from midstream.modeling.vllm.wire import (
     Payload,
 )
 from midstream.tracing import Block, Execution, user_traceback
-from midstream.tracing.saves import save
 from midstream.tracing.shipping import loads
 
 Rename = Mapping[str, str | list[str]]
@@ -71,7 +70,7 @@ class Admitted:
     def enters_step(self) -> bool:
         """Count a step of the request; whether the block has something to do in it."""
         self.run.visit, self._steps = self._steps, self._steps + 1
-        if self.run.records:
+        if self.run.recorders and self.run.records:
             return True
         if self.run.done:
             return False
@@ -134,7 +133,7 @@ class BlockHost:
     ):
         self.model = BlockModel(root, tokenizer, rename)
         self.tracer = BlockTracer(self.model.tree)
-        always = _containing(self.model.tree, {id(layer) for layer in stateful})
+        always = containing(self.model.tree, {id(layer) for layer in stateful})
         self.interleaver = Interleaver(self.model.tree.modules, limit, always)
         self._admitted: dict[str, Admitted] = {}
         self._parked: dict[str, Admitted] = {}
@@ -279,7 +278,7 @@ class BlockModel(EngineModel):
     def __init__(self, root: torch.nn.Module, tokenizer: Callable[[], Any], rename: Rename | None):
         super().__init__(root, rename)
         self.tree.uncallable.update(dict.fromkeys(_with_attention(self.tree), _ATTENTION))
-        self.tree.uncallable.update(dict.fromkeys(_heads(self.tree), _HEAD))
+        self.tree.uncallable.update(dict.fromkeys(heads(self.tree), HEAD))
         self._load_tokenizer = tokenizer
 
     @property
@@ -307,28 +306,6 @@ _ATTENTION = (
 )
 
 
-_HEAD = (
-    "vLLM keeps the head as weights that its logits processor applies. Write "
-    "`model.logits_processor(model.lm_head, hidden)`"
-)
-
-
-def _heads(tree: Tree) -> list[str]:
-    """Paths of the heads, which have no forward of their own."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    return [path for path, module in tree.modules.items() if isinstance(module, ParallelLMHead)]
-
-
-def _containing(tree: Tree, layers: set[int]) -> list[str]:
-    """Paths of the modules that are, or contain, one of the layers."""
-    return [
-        path
-        for path, module in tree.modules.items()
-        if any(id(inner) in layers for inner in module.modules())
-    ]
-
-
 def _with_attention(tree: Tree) -> list[str]:
     """Paths of the modules that use the KV cache, or contain one that does."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -340,11 +317,8 @@ def _with_attention(tree: Tree) -> list[str]:
     ]
 
 
-class BlockTracer:
+class BlockTracer(Controls):
     """What `tracer` is inside a block. All blocks of the engine share it, so none may change it."""
-
-    def __init__(self, tree: Tree):
-        object.__setattr__(self, "_tree", tree)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(
@@ -361,18 +335,6 @@ class BlockTracer:
         """All steps from the one the block is in: ``for step in tracer.all()``."""
         return self.iter[:]
 
-    @property
-    def result(self) -> Result:
-        """The finished request: text, token ids, log probabilities, and why it ended.
-
-        The block waits here until the request has ended, so it can read nothing of the model
-        afterwards.
-
-        Raises:
-            MidstreamError: the request was aborted.
-        """
-        return current_run("`tracer.result`").result()  # type: ignore[no-any-return]
-
     def invoke(self, *args: Any, **settings: Any) -> NoReturn:
         """Refuse: a block runs beside one request.
 
@@ -384,14 +346,6 @@ class BlockTracer:
             "request. Open the trace without a prompt to give it several invokes."
         )
 
-    def barrier(self, *args: Any) -> NoReturn:
-        """Refuse, and say what to write instead.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(BARRIER)
-
     def stop(self) -> None:
         """End this request here. What the block saved comes back; the rest of it does not run.
 
@@ -399,43 +353,6 @@ class BlockTracer:
         `min_tokens` say. The step's token counts only if the block had reached `model.samples`.
         """
         current_run("`tracer.stop()`").stop()
-
-    def cache(
-        self,
-        modules: Any = None,
-        device: torch.device | str | None = "cpu",
-        dtype: torch.dtype | None = None,
-        detach: bool = True,
-        include_output: bool = True,
-        include_inputs: bool = False,
-        non_blocking: bool = False,
-    ) -> Cache:
-        """Record modules from here to the end of the request, also after the block has ended.
-
-        Args:
-            modules: modules or their paths, one or several; all if left out.
-            device: where values are kept while the request runs; None leaves them where they are.
-                They come home on the CPU.
-            dtype: what floating-point values are converted to.
-            detach: has no effect: nothing in the engine records gradients.
-            include_output: record what the modules return, after all edits.
-            include_inputs: record what they are called with, after all edits.
-            non_blocking: copy to the CPU beside the forward, into page-locked memory.
-
-        Returns:
-            The cache, which is saved under the name it is bound to.
-
-        Raises:
-            ValueError: the block has read or written something already, or there is no such module.
-        """
-        sides = {"output": include_output, "input": include_inputs}
-        wanted = {
-            "sides": frozenset(side for side, included in sides.items() if included),
-            "device": None if device is None else torch.device(device),
-            "dtype": dtype,
-            "non_blocking": non_blocking,
-        }
-        return save(open_cache(current_run("`tracer.cache()`"), self._tree, modules, wanted))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
