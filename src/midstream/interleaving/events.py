@@ -34,6 +34,7 @@ class Event:
         sizes: lengths along which a tensor counts as one row a token (real, padded).
         spans: rows of the requests that wait here; copies are taken over their hull, once.
         check: called with a leaf's place and a tensor, raises if it must not be written there.
+        is_models: whether a tensor is the model's own, so that edits go into a copy of it.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Event:
         sizes: Sequence[int],
         spans: Sequence[Rows],
         check: Callable[[int, torch.Tensor], None] | None = None,
+        is_models: Callable[[torch.Tensor], bool] | None = None,
     ):
         self.leaves, self._build = flatten(value)
         self._sizes, first = sizes, spans[0]
@@ -52,7 +54,7 @@ class Event:
         self._copies: dict[int, torch.Tensor] = {}
         self._replaced: set[int] = set()
         self._value = value
-        self._check = check
+        self._check, self._is_models = check, is_models
         self._axes: dict[int, int | None] = {}
         self.has_items = not isinstance(value, torch.Tensor) and _has_items(value)
 
@@ -91,6 +93,8 @@ class Event:
         """
         if self._check is not None:
             self._check(index, value)
+        if not replace and self._is_models is not None:
+            replace = self._is_models(self.leaves[index])
         with torch.inference_mode(self.leaves[index].is_inference()):
             if replace and index not in self._replaced:
                 self.leaves[index] = self.leaves[index].clone()
@@ -269,7 +273,7 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def row_axis(leaf: Any, sizes: Sequence[int]) -> int | None:
     """The axis of a leaf that has one of the sizes, and so runs over rows; None if none does."""
-    if not isinstance(leaf, torch.Tensor):
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
         return None
     shape = leaf.shape
     if shape and shape[0] in sizes:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from midstream.errors import MidstreamWarning, UnsupportedError
 from midstream.interleaving.locations import Location
-from midstream.interleaving.run import current_run
+from midstream.interleaving.run import current_run, running
 from midstream.interleaving.skips import skip
 from midstream.interleaving.structure import flatten
 
-_SERVED = ("output", "input", "inputs", "skip", "get", "named_modules", "modules")
+if TYPE_CHECKING:
+    from midstream.interleaving.source import Source
+
+_SERVED = ("output", "input", "inputs", "source", "skip", "get", "named_modules", "modules")
 
 
 class Node:
@@ -103,6 +106,17 @@ class Node:
             NotInTraceError: outside a running block.
         """
         skip(self._tree.run(self, "skip"), self._path, value)
+
+    @property
+    def source(self) -> Source:
+        """The operations of the module's Python forward, each a location of its own.
+
+        Raises:
+            SourceNotAvailableError: the forward is not written in Python.
+        """
+        from midstream.interleaving.source.nodes import source_of
+
+        return source_of(self, running())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on the block's own values. Nothing in it is traced.
@@ -283,6 +297,10 @@ class Tree:
             for name, node in [*parent._aliases.items(), *parent._children.items()]
         )
         return {name: path for name, path in named if name != path}
+
+    def find(self, module: torch.nn.Module) -> Node | None:
+        """The node of a module, if it belongs to the tree."""
+        return self._by_module.get(id(module))
 
     def run(self, node: Node, what: str) -> Any:
         """The executing block's run."""

@@ -40,13 +40,18 @@ def current_run(what: str) -> Run:
     Raises:
         NotInTraceError: outside a running block.
     """
-    run = getattr(greenlet.getcurrent(), "block_run", None)
+    run = running()
     if run is None:
         raise NotInTraceError(
             f"{what} was asked for outside a running block. Values of the forward pass exist only "
             "inside `with model.trace(...)`; save what you need there with `.save()`."
         )
-    return run  # type: ignore[no-any-return]
+    return run
+
+
+def running() -> Run | None:
+    """The run whose block is executing, if one is."""
+    return getattr(greenlet.getcurrent(), "block_run", None)
 
 
 class Mark(NamedTuple):
@@ -96,6 +101,8 @@ class Run:
 
     Attributes:
         visit: step of the request the block is in, counted from 0 (the prefill).
+        context: what the engine around it keeps with the block.
+        turn: place among the blocks of its request, which are served one after the other.
         wanted: the location the block waits for; None while it executes or when it is done.
         awaited: the step the block waits for, if it does.
         waits_for_result: whether the block waits for what the request ended with.
@@ -105,6 +112,7 @@ class Run:
         warnings: what is to be warned about in the caller's process.
         recorders: what is recorded for the block, until its request ends.
         error: what the block raised, if it did.
+        uses_source: whether the block may ask for operations inside a forward.
         marks: where in the user's code the last value was asked for, for error texts.
     """
 
@@ -117,6 +125,8 @@ class Run:
         self._seed = seed
         self.interleaver: Interleaver | None = None
         self.visit = 0
+        self.turn = 0
+        self.context: Any = None
         self.wanted: Location | None = None
         self.served: dict[Location, Served] = {}
         self.error: BaseException | None = None
@@ -128,6 +138,7 @@ class Run:
         self.warnings: list[Notice] = []
         self.recorders: list[Recorder] = []
         self._abandoned = False
+        self.uses_source = False
         self.marks: Mark | None = None
 
     @property

@@ -45,7 +45,9 @@ def _take(value: Any, leaves: Leaves) -> Callable[[Iterator[Any]], Any]:
 def _rebuild(kind: type[Any], items: list[Any]) -> Any:
     if hasattr(kind, "_fields"):
         return kind(*items)
-    return kind(items) if kind in (tuple, list) else tuple(items)
+    if kind in (tuple, list) or hasattr(kind, "n_sequence_fields"):  # as `torch.return_types.max`
+        return kind(items)
+    return tuple(items)
 
 
 def describe(value: Any) -> str:
