@@ -6,8 +6,9 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from midstream.modeling.vllm.ending import PATIENCE, Ending
 from midstream.modeling.vllm.interrupts import held
 from midstream.modeling.vllm.payloads import Record, unpack
 from midstream.modeling.vllm.payloads.segments import discard, owner_id, sweep
+from midstream.modeling.vllm.results import Result, of_output, write
 from midstream.modeling.vllm.wire import EDIT, KEY, RECORDS, Payload
 
 _TAGS = itertools.count()  # tell this process's engines apart
@@ -85,6 +87,7 @@ class Engine:
         self._outcomes: dict[str, Outcome] = {}
         self._sequences: dict[str, tuple[Outcome, int]] = {}
         self._closed: set[str] = set()
+        self._waiting: set[str] = set()
         self._owner = owner_id(tag=next(_TAGS))
         sweep()  # of clients that were killed
         self.llm = build(repo, dict(settings), vllm, self._owner)
@@ -121,6 +124,7 @@ class Engine:
             self._outcomes.clear()
             self._sequences.clear()
             self._closed.clear()
+            self._waiting.clear()
 
     @property
     def running(self) -> bool:
@@ -200,7 +204,11 @@ class Engine:
 
     def _until_closed(self) -> None:
         deadline = time.monotonic() + _PATIENCE
-        while not all(map(self._is_closed, self._sequences)):
+        while True:
+            if self._waiting:  # before a step: the engine may have none left to make
+                self._give_results()
+            if all(map(self._is_closed, self._sequences)):
+                return
             outputs = self._step()
             for output in outputs:
                 if output.finished and output.request_id in self._outcomes:
@@ -220,12 +228,39 @@ class Engine:
         return outcome.output is not None and found == outcome.expected
 
     def _step(self) -> Any:
-        """One step of the engine, which in this process must not be left halfway."""
+        """One step of the engine."""
+        return self._undisturbed(self._core.step)
+
+    def _give_results(self) -> None:
+        """Send the blocks that wait for it what their requests ended with; theirs come back.
+
+        VLLM's output of a request is in before its block is known to wait. Where there is none
+        though none of its sequences runs any more, the request was aborted.
+        """
+        ended = self._closed | self._waiting
+        running = {id(outcome) for i, (outcome, _) in self._sequences.items() if i not in ended}
+        found: dict[str, Result | None] = {}
+        for i in sorted(self._waiting):
+            outcome, index = self._sequences[i]
+            if outcome.output is not None:
+                found[i] = of_output(outcome.output, index)
+            elif id(outcome) not in running:
+                found[i] = None
+        if not found:
+            return
+        call = partial(self._core.collective_rpc, "midstream_finish", args=(write(found),))
+        for records in self._undisturbed(call):
+            self._take_records(records)
+        self._closed.update(found)
+        self._waiting.difference_update(found)
+
+    def _undisturbed(self, call: Callable[[], Any]) -> Any:
+        """Have the engine do something, which in this process must not be left halfway."""
         if not self._in_process:
-            return self._core.step()
+            return call()
         with held():
             try:
-                return self._core.step()
+                return call()
             except BaseException:
                 self.broken = True
                 raise
@@ -244,8 +279,13 @@ class Engine:
         return without_records
 
     def _take(self, message: dict[str, Any]) -> None:
-        self._closed.update(message["closed"])
-        for record in unpack(message["records"]) if message["records"] else ():
+        waiting = self._sequences.keys() & message["waiting"]
+        self._waiting.update(waiting)
+        self._closed.update(i for i in message["closed"] if i not in waiting)
+        self._take_records(message["records"])
+
+    def _take_records(self, records: bytes) -> None:
+        for record in unpack(records) if records else ():
             if record.request_id in self._sequences:
                 outcome, index = self._sequences[record.request_id]
                 if EDIT in record.extra:

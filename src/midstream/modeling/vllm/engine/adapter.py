@@ -297,9 +297,9 @@ class BlockRunner:
     def _attach(self, output: Any) -> None:
         closed, self._closed = self._closed, []
         records = pack(closed, owner=self.client) if closed else b""
-        ended = self.blocks.ended()
-        if records or ended:
-            setattr(output, KEY, (records, ended))
+        ended, waiting = self.blocks.ended(), self.blocks.waiting()
+        if records or ended or waiting:
+            setattr(output, KEY, (records, ended, waiting))
 
 
 def _drawing(batch: Any) -> list[str]:

@@ -13,7 +13,6 @@ import torch
 from midstream.errors import LimitExceededError, MidstreamError
 from midstream.interleaving.indices import Limit
 from midstream.interleaving.interleaver import Interleaver
-from midstream.interleaving.node import Tree
 from midstream.interleaving.printing import Notice
 from midstream.interleaving.run import Run
 from midstream.interleaving.snapshots import Snapshots
@@ -21,9 +20,12 @@ from midstream.interleaving.source import find_source
 from midstream.interleaving.watchdog import Clock
 from midstream.modeling.vllm.engine.edits import InstalledEdit, InstalledEdits
 from midstream.modeling.vllm.engine.inside import BlockModel, BlockTracer, Rename
+from midstream.modeling.vllm.engine.layers import containing
 from midstream.modeling.vllm.engine.stored import Store
 from midstream.modeling.vllm.limits import Limits, check_saves
 from midstream.modeling.vllm.payloads import BlockError, BlockWarning, Print, Record
+from midstream.modeling.vllm.results import Result
+from midstream.modeling.vllm.unsupported import gradients
 from midstream.modeling.vllm.wire import (
     EDIT,
     FAILED,
@@ -91,7 +93,13 @@ class Admitted:
             if name in execution.namespace:
                 execution.scope.mark(execution.namespace[name], name)
         self._execution = execution
-        execution.run()
+        try:
+            execution.run()
+        except RuntimeError as error:
+            refused = gradients(error)
+            if refused is None:
+                raise
+            raise refused from None
 
     def entering(self) -> list[Run]:
         """Count a step of the request; its runs that have something to do in it, in their turn."""
@@ -100,7 +108,7 @@ class Admitted:
     def _enters_step(self) -> bool:
         self.run.visit, self._steps = self._steps, self._steps + 1
         self.run.begin_step()
-        if self.run.records:
+        if self.run.recorders and self.run.records:
             return True
         if self.run.done:
             return False
@@ -113,10 +121,21 @@ class Admitted:
         """Whether nothing more comes: the block has ended, and no cache of it goes on."""
         return self.run.done and not self.run.recorders
 
+    def waits(self) -> bool:
+        """Close the blocks; whether the request's own then waits for its result."""
+        for block in self.blocks:
+            if not block.run.done:
+                block.run.begin_step()
+            block.run.close(may_wait=block is self)
+        return self.run.waits_for_result
+
+    def give_result(self, result: Any) -> None:
+        """Let the request's own block, which waits for it, have the result."""
+        self.run.begin_step()
+        self.run.give_result(MidstreamError(_ABORTED) if result is None else result)
+
     def record(self) -> Record:
-        """What the request sends home, once: when its block is done or it closes."""
-        if not self.run.done:
-            self.run.begin_step()
+        """What a block sends home, once: when it is done or its request closes."""
         self.run.close()
         for recorder in self.run.recorders:
             recorder.settle()
@@ -134,6 +153,10 @@ class Admitted:
             prints=[Print(stream, text) for stream, text in self.run.output.prints()],
             extra={EDIT: self._edit.id} if self._edit is not None else {},
         )
+
+    def unsent(self) -> list[Record]:
+        """Records of its blocks that have not been sent, those of edits first."""
+        return [block.record() for block in self.blocks if not block.recorded]
 
     def _saves(self) -> dict[str, Any]:
         execution, self._execution = self._execution, None
@@ -191,10 +214,12 @@ class BlockHost:
         self.clock = Clock(self.limits.block_timeout, step_timeout)
         self.model = BlockModel(root, tokenizer, rename)
         self.tracer = BlockTracer(self.model.tree)
-        always = _containing(self.model.tree, {id(layer) for layer in stateful})
+        always = containing(self.model.tree, {id(layer) for layer in stateful})
         self.interleaver = Interleaver(self.model.tree.modules, limit, always)
         self.edits, self.stored = InstalledEdits(), Store()
         self._admitted: dict[str, Admitted] = {}
+        self._parked: dict[str, Admitted] = {}
+        self._to_tell: list[str] = []
 
     def admit(self, request_id: str, sampling: Any) -> None:
         """Take in a request; one that returns after a preemption keeps its block.
@@ -251,22 +276,51 @@ class BlockHost:
 
         Returns:
             The records that have not been sent, in the order of the requests' ids, of one request
-            those of edits first.
+            those of edits first. A request whose block waits for its result has none yet; see
+            ``waiting`` and ``finish``.
         """
         if not self._admitted:
             return []
         closed = [self._admitted.pop(i) for i in sorted(request_ids) if i in self._admitted]
-        blocks = (block for admitted in closed for block in admitted.blocks)
-        return [block.record() for block in blocks if not block.recorded]
+        records: list[Record] = []
+        for admitted in closed:
+            if admitted.waits():
+                self._parked[admitted.request_id] = admitted
+                self._to_tell.append(admitted.request_id)
+            else:
+                records += admitted.unsent()
+        return records
+
+    def waiting(self) -> list[str]:
+        """Closed requests whose blocks have begun to wait for a result since the last call."""
+        found, self._to_tell = self._to_tell, []
+        return found
+
+    def finish(self, results: Mapping[str, Result | None]) -> list[Record]:
+        """End blocks that wait for their requests' results.
+
+        Args:
+            results: by request; None for one that was aborted.
+
+        Returns:
+            Their records.
+        """
+        found = [
+            (self._parked.pop(i), result) for i, result in results.items() if i in self._parked
+        ]
+        for admitted, result in found:
+            admitted.give_result(result)
+        return [record for admitted, _ in found for record in admitted.unsent()]
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._admitted
 
     def __len__(self) -> int:
-        return sum(
+        going_on = sum(
             not all(block.recorded for block in admitted.blocks)
             for admitted in self._admitted.values()
         )
+        return going_on + len(self._parked)
 
     def resolve(self, reference: str, stored: Mapping[str, Any] | None = None) -> Any:
         """The engine's own object for a reference in a block.
@@ -312,10 +366,4 @@ def _how_ended(run: Run) -> str:
     return ""
 
 
-def _containing(tree: Tree, layers: set[int]) -> list[str]:
-    """Paths of the modules that are, or contain, one of the layers."""
-    return [
-        path
-        for path, module in tree.modules.items()
-        if any(id(inner) in layers for inner in module.modules())
-    ]
+_ABORTED = "The request was aborted before it had finished, so `tracer.result` has nothing to give."
