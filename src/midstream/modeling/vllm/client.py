@@ -19,7 +19,8 @@ from midstream.modeling.vllm.building import build
 from midstream.modeling.vllm.ending import PATIENCE, Ending
 from midstream.modeling.vllm.interrupts import held
 from midstream.modeling.vllm.payloads import Record, unpack
-from midstream.modeling.vllm.payloads.segments import discard, owner_id, sweep
+from midstream.modeling.vllm.payloads.segments import discard, owner_id, remaining, sweep
+from midstream.modeling.vllm.stats import Stats
 from midstream.modeling.vllm.wire import KEY, RECORDS, Payload
 
 _TAGS = itertools.count()  # tell this process's engines apart
@@ -93,6 +94,22 @@ class Engine:
         """The engine argument that sets it."""
         less = self._core.vllm_config.scheduler_config.max_num_scheduled_tokens
         return "max_num_batched_tokens" if less is None else "max_num_scheduled_tokens"
+
+    def stats(self) -> Stats:
+        """What the engine has done and what it holds.
+
+        Raises:
+            EngineDeadError: the engine's process has ended.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError as VLLMEngineDeadError
+
+        try:
+            ranks = self.llm.collective_rpc("midstream_stats")
+        except VLLMEngineDeadError as error:
+            raise EngineDeadError(
+                "The engine has ended; the next trace builds a new one."
+            ) from error
+        return Stats.of(ranks, len(remaining(self._owner)))
 
     def run(self, submissions: Sequence[Submission]) -> list[Outcome]:
         """Run requests with their blocks, until the last record is in.

@@ -19,6 +19,7 @@ from midstream.modeling.vllm.data import Request, read
 from midstream.modeling.vllm.limits import NAMES as LIMITS
 from midstream.modeling.vllm.limits import Limits
 from midstream.modeling.vllm.locations import EngineModel
+from midstream.modeling.vllm.stats import Stats
 from midstream.modeling.vllm.tokenizers import tokenizer_of
 from midstream.modeling.vllm.tracer import Tracer
 from midstream.modeling.vllm.wire import KEY, MODEL, NODE, TOKENIZER, TRACER, Payload
@@ -115,6 +116,14 @@ class VLLM(EngineModel):
         with self._lock:
             if self._engine is None:
                 self._engine = Engine(self.repo, self._settings, self._vllm)
+
+    def stats(self) -> Stats:
+        """What the engine has done since it was built, and what it holds; cheap to ask.
+
+        Without an engine all is zero. Waits for a trace that another thread runs.
+        """
+        with self._lock:
+            return self._engine.stats() if self._engine is not None else Stats()
 
     def close(self) -> None:
         """End the engine's processes and free its memory. The next trace builds a new engine."""

@@ -219,6 +219,12 @@ class BlockHost:
     def __len__(self) -> int:
         return sum(not admitted.recorded for admitted in self._admitted.values())
 
+    @property
+    def live_caches(self) -> int:
+        """How many caches are being recorded."""
+        runs = [admitted.run for admitted in self._admitted.values()]
+        return sum(recorder.open for run in runs for recorder in run.recorders)
+
     def resolve(self, reference: str) -> Any:
         """The engine's own object for a reference in a block.
 
