@@ -62,12 +62,20 @@ class Engine:
         repo: checkpoint folder or repository id.
         settings: vLLM's engine arguments.
         vllm: the installed vLLM.
+        invariant: whether it is to use batch-invariant kernels.
 
     Raises:
         EngineBuildError: the engine did not come up; the text holds the root cause.
     """
 
-    def __init__(self, repo: str, settings: Mapping[str, Any], vllm: bootstrap.Installed):
+    def __init__(
+        self,
+        repo: str,
+        settings: Mapping[str, Any],
+        vllm: bootstrap.Installed,
+        *,
+        invariant: bool = False,
+    ):
         self._vllm = vllm
         self._in_process = bootstrap.in_process()
         self._running = False
@@ -78,7 +86,7 @@ class Engine:
         self._closed: set[str] = set()
         self._owner = owner_id(tag=next(_TAGS))
         sweep()  # of clients that were killed
-        self.llm = build(repo, dict(settings), vllm, self._owner)
+        self.llm = build(repo, dict(settings), vllm, self._owner, invariant=invariant)
         self._core = self.llm.llm_engine
         self._ending = Ending(self._core.engine_core)
         processor = self._core.output_processor

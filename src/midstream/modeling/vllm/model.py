@@ -41,6 +41,8 @@ class VLLM(EngineModel):
         dispatch: build the engine now.
         rename: further names for modules: path ("model.layers") or last part of one ("layers") to
             a name or a list of names.
+        batch_invariant: ask vLLM for kernels whose results do not depend on what else is in the
+            batch; on some GPUs only, and slower.
         block_timeout, max_save_bytes, max_snapshot_bytes: what a block may take, see
             ``limits.Limits``; a request that goes over one fails, others go on.
         engine: vLLM's own engine arguments (`dtype`, `max_model_len`, `gpu_memory_utilization`...).
@@ -65,6 +67,7 @@ class VLLM(EngineModel):
         taps: Sequence[str] = (),
         dispatch: bool = False,
         rename: Mapping[str, str | list[str]] | None = None,
+        batch_invariant: bool = False,
         **engine: Any,
     ):
         self.repo = str(repo)
@@ -72,6 +75,9 @@ class VLLM(EngineModel):
         self._lock = threading.RLock()  # an engine runs one trace; other threads wait
         self._vllm = bootstrap.installed()
         bootstrap.refuse_old_runner()
+        if batch_invariant:
+            bootstrap.refuse_invariance(self._vllm)
+        self._invariant = bool(batch_invariant)
         if dispatch:
             refuse_reimport()  # before what takes long
         args.check_mode(mode)
@@ -115,7 +121,9 @@ class VLLM(EngineModel):
         """
         with self._lock:
             if self._engine is None:
-                self._engine = Engine(self.repo, self._settings, self._vllm)
+                self._engine = Engine(
+                    self.repo, self._settings, self._vllm, invariant=self._invariant
+                )
 
     def stats(self) -> Stats:
         """What the engine has done since it was built, and what it holds; cheap to ask.
@@ -279,5 +287,5 @@ def _check_engine_arguments(engine: Mapping[str, Any]) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
-    ours = ("dispatch", "mode", "rename", "taps", *LIMITS)
+    ours = ("batch_invariant", "dispatch", "mode", "rename", "taps", *LIMITS)
     args.check_known(engine, known, "an argument of vLLM's engine", ours)
