@@ -90,6 +90,14 @@ class Interleaver:
             location not in ENGINE_ORDER for location in self._waiting
         )
 
+    @property
+    def wanted_modules(self) -> Iterator[str]:
+        """What is waited for or recorded inside the forward, as users write it."""
+        for location in self._waiting:
+            if location not in ENGINE_ORDER:
+                yield location.name
+        yield from (Location(path, "output").name for path in self._recording)
+
     @contextmanager
     def phase(self, rows: Mapping[Run, Rows], sizes: Sequence[int]) -> Iterator[None]:
         """A part of the step in which modules run: the forward, then the head.

@@ -20,8 +20,9 @@ from midstream.modeling.vllm.building import build
 from midstream.modeling.vllm.ending import PATIENCE, Ending
 from midstream.modeling.vllm.interrupts import held
 from midstream.modeling.vllm.payloads import Record, unpack
-from midstream.modeling.vllm.payloads.segments import discard, owner_id, sweep
+from midstream.modeling.vllm.payloads.segments import discard, owner_id, remaining, sweep
 from midstream.modeling.vllm.results import Result, of_output, write
+from midstream.modeling.vllm.stats import Stats
 from midstream.modeling.vllm.wire import EDIT, KEY, RECORDS, Payload
 
 _TAGS = itertools.count()  # tell this process's engines apart
@@ -73,12 +74,20 @@ class Engine:
         repo: checkpoint folder or repository id.
         settings: vLLM's engine arguments.
         vllm: the installed vLLM.
+        invariant: whether it is to use batch-invariant kernels.
 
     Raises:
         EngineBuildError: the engine did not come up; the text holds the root cause.
     """
 
-    def __init__(self, repo: str, settings: Mapping[str, Any], vllm: bootstrap.Installed):
+    def __init__(
+        self,
+        repo: str,
+        settings: Mapping[str, Any],
+        vllm: bootstrap.Installed,
+        *,
+        invariant: bool = False,
+    ):
         self._vllm = vllm
         self._in_process = bootstrap.in_process()
         self._running = False
@@ -90,7 +99,7 @@ class Engine:
         self._waiting: set[str] = set()
         self._owner = owner_id(tag=next(_TAGS))
         sweep()  # of clients that were killed
-        self.llm = build(repo, dict(settings), vllm, self._owner)
+        self.llm = build(repo, dict(settings), vllm, self._owner, invariant=invariant)
         self._core = self.llm.llm_engine
         self._ending = Ending(self._core.engine_core)
         processor = self._core.output_processor
@@ -106,6 +115,22 @@ class Engine:
         """The engine argument that sets it."""
         less = self._core.vllm_config.scheduler_config.max_num_scheduled_tokens
         return "max_num_batched_tokens" if less is None else "max_num_scheduled_tokens"
+
+    def stats(self) -> Stats:
+        """What the engine has done and what it holds.
+
+        Raises:
+            EngineDeadError: the engine's process has ended.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError as VLLMEngineDeadError
+
+        try:
+            ranks = self.llm.collective_rpc("midstream_stats")
+        except VLLMEngineDeadError as error:
+            raise EngineDeadError(
+                "The engine has ended; the next trace builds a new one."
+            ) from error
+        return Stats.of(ranks, len(remaining(self._owner)))
 
     def run(self, submissions: Sequence[Submission]) -> list[Outcome]:
         """Run requests with their blocks, until the last record is in.

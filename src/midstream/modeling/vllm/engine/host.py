@@ -322,6 +322,12 @@ class BlockHost:
         )
         return going_on + len(self._parked)
 
+    @property
+    def live_caches(self) -> int:
+        """How many caches are being recorded."""
+        blocks = (block for admitted in self._admitted.values() for block in admitted.blocks)
+        return sum(recorder.open for block in blocks for recorder in block.run.recorders)
+
     def resolve(self, reference: str, stored: Mapping[str, Any] | None = None) -> Any:
         """The engine's own object for a reference in a block.
 

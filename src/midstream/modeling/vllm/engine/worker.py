@@ -77,6 +77,14 @@ class BlockWorkerMixin:
         """Names of the objects this rank keeps."""
         return list(self.model_runner.blocks.stored.objects)
 
+    def midstream_stats(self) -> dict[str, Any]:
+        """What this rank has counted and what it holds, as plain data."""
+        runner = self.model_runner
+        blocks = runner.blocks
+        return runner.statistics.report(  # type: ignore[no-any-return]
+            seconds=blocks.clock.total, blocks=len(blocks), caches=blocks.live_caches
+        )
+
 
 def refuse_other_runner(runner: object, expected: type) -> None:
     """Refuse a runner midstream does not work with.
