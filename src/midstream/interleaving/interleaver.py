@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from midstream.interleaving.events import Event, Rows
 from midstream.interleaving.indices import IndexCheck, Limit
 from midstream.interleaving.locations import ENGINE_ORDER, LOGITS, SAMPLES, Location
 from midstream.interleaving.recording import Recordings
+from midstream.interleaving.replays import Replay, Replays, place_of
 from midstream.interleaving.run import EXCHANGE, Run
 from midstream.interleaving.skips import SKIP, Skips
 from midstream.interleaving.source import Sources
@@ -64,11 +66,16 @@ class Interleaver:
         self._observing = False  # whether every call is handed over, wanted or not
         self._current: Location | None = None
         self._in_turns = False  # whether a request has several blocks
+        self._replays, self._logged = Replays(), False
         self.in_forward = False
         self.in_step = False
 
-    def begin_step(self, runs: Sequence[Run]) -> None:
-        """Begin a step with these blocks active; they execute up to their first access in it."""
+    def begin_step(self, runs: Sequence[Run], replays: Sequence[Replay] = ()) -> None:
+        """Begin a step with these blocks active; they execute up to their first access in it.
+
+        Args:
+            replays: rows that are run anew, with what blocks once wrote there.
+        """
         self._position, self._current = -1, None
         self._passed.clear()
         self._sources.begin_step()
@@ -81,7 +88,15 @@ class Interleaver:
                 self._turn(run)
             if run.recorders and run.records:
                 self._recording.add(run)
+        for location in self._replays.begin(replays):
+            self._expect(location)
         self._learning = self._observing = self.wants_modules and not self._learned
+
+    def _expect(self, location: Location) -> None:
+        """Have a location handed over though no block waits for it."""
+        self._waiting.setdefault(location, [])
+        if location.within is not None:
+            self._sources.wanted.update(self._paths(location))
 
     @property
     def wants_modules(self) -> bool:
@@ -99,20 +114,24 @@ class Interleaver:
         yield from (Location(path, "output").name for path in self._recording)
 
     @contextmanager
-    def phase(self, rows: Mapping[Run, Rows], sizes: Sequence[int]) -> Iterator[None]:
+    def phase(
+        self, rows: Mapping[Run, Rows], sizes: Sequence[int], *, logged: bool = False
+    ) -> Iterator[None]:
         """A part of the step in which modules run: the forward, then the head.
 
         Args:
             rows: the rows of each active block's request.
             sizes: lengths along which a tensor counts as one row per request or token.
+            logged: whether what blocks write is kept, for the case that the rows are run anew.
         """
         self._rows, self._sizes, self.in_forward = rows, sizes, True
+        self._logged = logged
         try:
             for path in self._paths_to_replace():
                 self._replace(path)
             yield
         finally:
-            self.in_forward = False
+            self.in_forward = self._logged = False
             self._restore()
             EXCHANGE.give(None)
 
@@ -162,6 +181,8 @@ class Interleaver:
         """
         self._pass(location)
         runs = self._waiting.pop(location, None)
+        if location in self._replays:
+            value = self._replays.apply(location, value, self._event)
         if not runs:
             return value
         if rows is None:
@@ -178,6 +199,9 @@ class Interleaver:
                 self._serve(run, location, event, rows[run])
             value = event.result()
         return value
+
+    def _event(self, value: Any, spans: Sequence[Rows]) -> Event:
+        return Event(value, self._sizes, spans, None, self._sources.is_models)
 
     def enter(self, path: str, call: Any) -> Any:
         """Offer what a module is called with, ``(args, kwargs)``, to the blocks that wait.
@@ -222,7 +246,9 @@ class Interleaver:
 
     def _serve(self, run: Run, location: Location, event: Event, rows: Rows) -> None:
         """Give one block its rows, let it execute, and take back what it changed."""
-        served = event.serve(rows, run.snapshots)
+        log = run.log if self._logged else None
+        wrote = partial(log.add, place_of(location)) if log is not None else None
+        served = event.serve(rows, run.snapshots, wrote)
         run.served = {location: served}
         try:
             run.resume()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from midstream.interleaving.events import Served
     from midstream.interleaving.interleaver import Interleaver
     from midstream.interleaving.recording import Recorder
+    from midstream.interleaving.replays import WriteLog
 
 
 EXCHANGE = Exchange()
@@ -111,6 +112,7 @@ class Run:
         uses_source: whether the block may ask for operations inside a forward.
         marks: where in the user's code the last value was asked for, for error texts.
         snapshots: the values it was given and still holds.
+        log: keeps what it writes, if its request may be run anew.
         clock: how long the engine's blocks have been executing.
         seconds: how long this one has, in this step.
         overrun: why it was interrupted, if it was.
@@ -125,6 +127,7 @@ class Run:
         seed: int = 0,
         clock: Clock | None = None,
         snapshots: Snapshots | None = None,
+        log: WriteLog | None = None,
     ):
         self._target = target
         self._greenlet = _BlockGreenlet(self._main)
@@ -150,6 +153,7 @@ class Run:
         self.uses_source = False
         self.marks: Mark | None = None
         self.snapshots = snapshots or Snapshots()
+        self.log = log
         self.clock = clock or Clock()
         self.seconds = 0.0
         self.overrun: LimitExceededError | None = None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -14,6 +15,7 @@ from midstream.errors import LimitExceededError, MidstreamError
 from midstream.interleaving.indices import Limit
 from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.printing import Notice
+from midstream.interleaving.replays import Replay, WriteLog
 from midstream.interleaving.run import Run
 from midstream.interleaving.snapshots import Snapshots
 from midstream.interleaving.source import find_source
@@ -41,6 +43,25 @@ from midstream.modeling.vllm.wire import (
 )
 from midstream.tracing import Block, Execution, user_traceback
 from midstream.tracing.shipping import loads
+
+
+class Progress(NamedTuple):
+    """The part of a request that a step runs.
+
+    Attributes:
+        first, stop: positions it runs, as long as they are in the prompt.
+        whole: tokens of the prompt; after a preemption, with what had been drawn.
+    """
+
+    request_id: str
+    first: int
+    stop: int
+    whole: int
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether it runs anything that was known before."""
+        return self.first < self.whole
 
 
 class Admitted:
@@ -75,6 +96,7 @@ class Admitted:
             seed=zlib.crc32(payload.block),
             clock=host.clock,
             snapshots=Snapshots(host.limits.max_snapshot_bytes),
+            log=WriteLog(host.limits.max_write_log_bytes),
         )
         self.run.uses_source = b"source" in payload.block
         self.run.context = host.stored.objects
@@ -84,6 +106,8 @@ class Admitted:
         self.reported = False
         self.recorded = False
         self._steps = 0
+        self._prompt: int | None = None
+        self._broken = False
 
     def _execute(self) -> None:
         stored = self.run.context
@@ -101,12 +125,41 @@ class Admitted:
                 raise
             raise refused from None
 
-    def entering(self) -> list[Run]:
-        """Count a step of the request; its runs that have something to do in it, in their turn."""
-        return [block.run for block in self.blocks if block._enters_step()]
+    def entering(self, progress: Progress) -> list[Run]:
+        """Its runs that have something to do in a step of the request, in their turn."""
+        if self._prompt is None:
+            self._prompt = progress.whole
+        step = progress.whole - self._prompt if progress.in_prompt else self._steps
+        if progress.stop < progress.whole or step < self._steps:
+            return []  # not at the end of what is to be run, or in a step that was taken back
+        self._steps = step + 1
+        return [block.run for block in self.blocks if block._enters_step(step, self._prompt)]
 
-    def _enters_step(self) -> bool:
-        self.run.visit, self._steps = self._steps, self._steps + 1
+    def replays(self, progress: Progress) -> list[Replay]:
+        """What its blocks wrote in rows that a step runs anew."""
+        if not (progress.in_prompt and self._steps):
+            return []
+        found = []
+        for block in self.blocks:
+            log, failed = block.run.log, partial(self._break, block)
+            if log is not None and log.full:
+                failed(_log_is_full(log))
+            elif log:
+                found.append(Replay(log, progress.first, progress.stop, failed))
+        return found
+
+    def _break(self, block: Admitted, error: Exception) -> None:
+        """End the request: its cache would not hold what a block of it has written."""
+        if block.run.done:
+            block.run.error = block.run.error or error
+        else:
+            block.run.fail(error)
+        block.recorded, self._broken = False, True
+
+    def _enters_step(self, step: int, prompt: int) -> bool:
+        self.run.visit = step
+        if self.run.log is not None:
+            self.run.log.first = prompt - 1 + step if step else 0
         self.run.begin_step()
         if self.run.recorders and self.run.records:
             return True
@@ -164,6 +217,8 @@ class Admitted:
 
     def how_ended(self) -> str:
         """How a block has ended the request; an edit that failed lets it go on."""
+        if self._broken:
+            return FAILED
         for edit in self._edits:
             if edit.run.stopped is not None:
                 return _how_ended(edit.run)
@@ -241,19 +296,29 @@ class BlockHost:
         """Token ids that end a request: end of sequence, unless ignored, and its stop tokens."""
         return self._admitted[request_id].ending_ids
 
-    def active(self, request_ids: Iterable[str]) -> dict[str, list[Run]]:
-        """Runs, by request, of those blocks that have something to do in the step that begins.
-
-        A request that runs edits has several, in the order in which they take turns.
+    def enter_step(
+        self, batch: Iterable[Progress]
+    ) -> tuple[dict[str, list[Run]], dict[str, list[Replay]]]:
+        """What there is to do in the step that begins, by request.
 
         Args:
-            request_ids: the requests of the step; called once for each step.
+            batch: the requests of the step; called once for each step.
+
+        Returns:
+            The runs of blocks that have something to do in it (a request that runs edits has
+            several, in the order in which they take turns), and what is to be written again.
         """
-        if not self._admitted:
-            return {}
-        found = ((i, self._admitted.get(i)) for i in request_ids)
-        entering = ((i, a.entering()) for i, a in found if a is not None)
-        return {i: runs for i, runs in entering if runs}
+        active: dict[str, list[Run]] = {}
+        replays: dict[str, list[Replay]] = {}
+        for progress in batch if self._admitted else ():
+            admitted = self._admitted.get(progress.request_id)
+            if admitted is None:
+                continue
+            if again := admitted.replays(progress):
+                replays[progress.request_id] = again
+            if runs := admitted.entering(progress):
+                active[progress.request_id] = runs
+        return active, replays
 
     def ended(self) -> list[tuple[str, str]]:
         """Requests that their block has ended since the last call, and how (see ``wire``)."""
@@ -373,3 +438,11 @@ def _how_ended(run: Run) -> str:
 
 
 _ABORTED = "The request was aborted before it had finished, so `tracer.result` has nothing to give."
+
+
+def _log_is_full(log: WriteLog) -> LimitExceededError:
+    return LimitExceededError(
+        f"The request was preempted, and its block had written more than max_write_log_bytes="
+        f"{log.limit:.0f}: what it wrote could not be written again. Give the engine a larger KV "
+        "cache, write less, or build the model with a higher `max_write_log_bytes`."
+    )
