@@ -138,6 +138,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         TypeError: an unknown keyword, or both spellings of one.
         ValueError: vLLM's own, for a value out of range.
     """
+    if not settings:
+        return
     sampling({name: value for name, value in settings.items() if name != "lora_request"})
 
 
@@ -148,7 +150,7 @@ def sampling(settings: Mapping[str, Any]) -> Any:
         TypeError: an unknown keyword, or both spellings of one.
         VLLMValidationError: vLLM's own, for a value out of range.
     """
-    from vllm import SamplingParams
+    from vllm.sampling_params import SamplingParams  # the package's own name is slow to reach
 
     settings = dict(settings)
     if "max_new_tokens" in settings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import os
@@ -16,6 +17,7 @@ import torch
 from midstream.errors import EngineDeadError, MidstreamError, UnsupportedError
 from midstream.modeling.vllm import bootstrap
 from midstream.modeling.vllm.building import build
+from midstream.modeling.vllm.commons import Commons
 from midstream.modeling.vllm.ending import PATIENCE, Ending
 from midstream.modeling.vllm.interrupts import held
 from midstream.modeling.vllm.payloads import Record, unpack
@@ -46,12 +48,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Submission:
-    """One request to run with a block: vLLM's prompt, sampling parameters, adapter, and payload."""
+    """One request to run with a block: vLLM's prompt, sampling parameters, adapter, and payload.
+
+    `common` is what its block shares with others that are submitted with it.
+    """
 
     prompt: dict[str, Any]
     params: Any
     payload: Payload
     lora: Any = None
+    common: bytes = b""
 
 
 class Engine:
@@ -78,6 +84,9 @@ class Engine:
         self._owner = owner_id(tag=next(_TAGS))
         sweep()  # of clients that were killed
         self.llm = build(repo, dict(settings), vllm, self._owner)
+        from vllm.sampling_params import RequestOutputKind
+
+        self._kind = RequestOutputKind.FINAL_ONLY
         self._core = self.llm.llm_engine
         self._ending = Ending(self._core.engine_core)
         processor = self._core.output_processor
@@ -113,33 +122,43 @@ class Engine:
             self._closed.clear()
 
     def _run(self, submissions: Sequence[Submission]) -> list[Outcome]:
+        commons: Commons | None = None
         try:
             with held():
-                for submission in submissions:
-                    self._add(submission)
+                commons = Commons(self.llm.collective_rpc, submissions)
+                self._add_all(submissions, commons)
             self._until_closed()
+            if not all(record for outcome in self._outcomes.values() for record in outcome.records):
+                commons.drop()
         except BaseException as error:
             if self._has_died(error):
                 raise EngineDeadError(_DEAD) from error
             if self._sequences and not self.broken:  # Ctrl-C above all: leave no request behind
                 self._abort()
+            if commons is not None and not self.broken:
+                commons.drop()
             raise
         return list(self._outcomes.values())
 
-    def _add(self, submission: Submission) -> None:
-        """Give vLLM one request, its KV cache kept to itself."""
-        from vllm.sampling_params import RequestOutputKind
+    def _add_all(self, submissions: Sequence[Submission], commons: Commons) -> None:
+        """Give vLLM the requests."""
+        salt = f"midstream-{os.urandom(8).hex()}"
+        with bootstrap.environment(bootstrap.runner_variables(self._vllm)):
+            for submission in submissions:
+                submission.payload.common = commons.number(submission)
+                self._add(submission, salt)
 
+    def _add(self, submission: Submission, salt: str) -> None:
+        """Give vLLM one request, its KV cache kept to itself."""
         name = f"trace-{next(self._names)}"
-        params, prompt = submission.params, dict(submission.prompt)
+        params, prompt = copy.copy(submission.params), dict(submission.prompt)
         payload = msgspec.msgpack.encode(submission.payload)
         params.extra_args = {**(params.extra_args or {}), KEY: payload}
         params.skip_reading_prefix_cache = True
-        params.output_kind = RequestOutputKind.FINAL_ONLY
-        salt = f"midstream-{os.urandom(8).hex()}"
-        prompt["cache_salt"] = f"{prompt['cache_salt']}-{salt}" if "cache_salt" in prompt else salt
-        with bootstrap.environment(bootstrap.runner_variables(self._vllm)):
-            request = self._core.add_request(name, prompt, params, lora_request=submission.lora)
+        params.output_kind = self._kind
+        own = f"{salt}-{name}"
+        prompt["cache_salt"] = f"{prompt['cache_salt']}-{own}" if "cache_salt" in prompt else own
+        request = self._core.add_request(name, prompt, params, lora_request=submission.lora)
         outcome = self._outcomes[name] = Outcome(records=[None] * params.n)
         ids = [request] if params.n == 1 else [f"{index}_{request}" for index in range(params.n)]
         self._sequences.update({i: (outcome, index) for index, i in enumerate(ids)})

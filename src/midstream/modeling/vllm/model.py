@@ -195,7 +195,8 @@ class VLLM(EngineModel):
 
     def _submit(self, requests: Sequence[Request]) -> list[Outcome]:
         """Run requests with their blocks, together."""
-        submissions = [_submission(request) for request in requests]
+        params: dict[int, Any] = {}  # requests of a trace mostly have the same settings
+        submissions = [_submission(request, params) for request in requests]
         with self._lock:
             self.dispatch()
             engine = self._engine
@@ -240,11 +241,15 @@ class VLLM(EngineModel):
         raise TypeError("A VLLM cannot be pickled. Inside its own trace it can be used by name.")
 
 
-def _submission(request: Request) -> Submission:
-    settings = dict(request.settings)
-    lora = settings.pop("lora_request", None)
-    payload = Payload(request.block, request.keep)
-    return Submission(request.prompt, args.sampling(settings), payload, lora)
+def _submission(request: Request, params: dict[int, Any]) -> Submission:
+    """What to submit for a request; `params` has what was made of settings met before, by id."""
+    settings = request.settings
+    if id(settings) not in params:
+        params[id(settings)] = args.sampling(
+            {name: value for name, value in settings.items() if name != "lora_request"}
+        )
+    payload, lora = Payload(request.block, request.keep), settings.get("lora_request")
+    return Submission(request.prompt, params[id(settings)], payload, lora, request.common)
 
 
 def _with_rename(engine: Mapping[str, Any], rename: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -9,13 +9,16 @@ class Payload(msgspec.Struct, array_like=True):
     """What one request brings to the engine.
 
     Attributes:
-        block: the block, as `midstream.tracing.shipping.dumps` wrote it.
+        block: the block, as `midstream.tracing.shipping` wrote it; with ``common`` the rest of it.
         keep: names that come back though the block does not save them: containers of the trace
             that all its requests fill.
+        common: number of the part that the block has in common with others of its trace, which the
+            workers were brought before the requests; 0 for none.
     """
 
     block: bytes
     keep: list[str] = []
+    common: int = 0
 
 
 KEY = "midstream"

@@ -15,6 +15,7 @@ from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.node import Tree
 from midstream.interleaving.run import Notice, Run, current_run
 from midstream.interleaving.steps import Steps
+from midstream.modeling.vllm.engine.commons import Common, Commons
 from midstream.modeling.vllm.locations import EngineModel
 from midstream.modeling.vllm.payloads import BlockError, BlockWarning, Record
 from midstream.modeling.vllm.wire import (
@@ -29,9 +30,9 @@ from midstream.modeling.vllm.wire import (
     Payload,
 )
 from midstream.tracing import Block, Execution, user_traceback
-from midstream.tracing.shipping import loads
 
 Rename = Mapping[str, str | list[str]]
+_PAYLOAD = msgspec.msgpack.Decoder(Payload)
 
 
 class Admitted:
@@ -40,16 +41,17 @@ class Admitted:
     def __init__(self, request_id: str, payload: bytes, host: BlockHost, ends: frozenset[int]):
         self.request_id = request_id
         self.ending_ids = ends
-        self._payload, self._host = msgspec.msgpack.decode(payload, type=Payload), host
+        self._payload, self._host = _PAYLOAD.decode(payload), host
+        self._common, self._rest = _parts(self._payload, host.commons)
         self._block: Block | None = None
         self._execution: Execution | None = None
-        self.run = Run(self._execute, seed=zlib.crc32(payload))
+        self.run = Run(self._execute, seed=zlib.crc32(self._rest, self._common.digest))
         self.reported = False
         self.recorded = False
         self._steps = 0
 
     def _execute(self) -> None:
-        self._block = loads(self._payload.block, self._host.resolve)
+        self._block = self._common.opened.block(self._host.resolve, self._rest)
         execution = Execution(self._block, model=self._host.model, tracer=self._host.tracer)
         for name in self._payload.keep:
             if name in execution.namespace:
@@ -84,6 +86,15 @@ class Admitted:
         return BlockError.of(error, _traceback_of(error, self._block))
 
 
+def _parts(payload: Payload, commons: Commons) -> tuple[Common, bytes]:
+    """A block's part that others share and the rest of it; a block alone has no rest."""
+    if not payload.common:
+        return Common(payload.block), b""
+    common = commons.take(payload.common)
+    # an error here would end the engine; contents that are no block fail this request alone
+    return common or Common(b""), payload.block
+
+
 def _traceback_of(error: BaseException, block: Block | None) -> str:
     """The traceback as text; an exception that cannot be shown must not end the engine."""
     if block is None:
@@ -102,6 +113,9 @@ class BlockHost:
         tokenizer: gives the checkpoint's tokenizer, called when a block first uses it.
         rename: further names for modules.
         limit: bounds of the indices that modules look up.
+
+    Attributes:
+        commons: what requests to come have in common.
     """
 
     def __init__(
@@ -114,6 +128,7 @@ class BlockHost:
         self.model = BlockModel(root, tokenizer, rename)
         self.tracer = BlockTracer()
         self.interleaver = Interleaver(self.model.tree.modules, limit)
+        self.commons = Commons()
         self._admitted: dict[str, Admitted] = {}
 
     def admit(self, request_id: str, sampling: Any) -> None:
