@@ -46,16 +46,21 @@ class Interleaver:
         self._paused = False
         self.in_forward = False
         self.in_step = False
+        self.starting = False  # whether blocks execute up to their first access, one by one
 
     def begin_step(self, runs: Sequence[Run]) -> None:
         """Begin a step with these blocks active; they execute up to their first access in it."""
         self._position = -1
         self._passed.clear()
-        self.in_step = True
-        for run in runs:
-            run.interleaver = self
-            if not run.started or run.awaited is not None:
-                self._turn(run)
+        self.in_step = self.starting = True
+        try:
+            for run in runs:
+                run.interleaver = self
+                if not run.started or run.awaited is not None:
+                    self._turn(run)
+        finally:
+            self.starting = False
+            EXCHANGE.give(None)
         self._learning = self.wants_modules and not self._learned
 
     @property

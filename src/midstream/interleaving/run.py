@@ -152,15 +152,16 @@ class Run:
                 self._greenlet.switch()
             else:
                 self._greenlet.throw(error)
+        if self.done:
+            EXCHANGE.retire()
         if not self.keeps_generators:
             EXCHANGE.give(None)
-            if self.done:
-                self._generators.release()
 
     @property
     def keeps_generators(self) -> bool:
         """Whether the block's generators may stay installed while the forward goes on."""
-        return self.interleaver is not None and self.interleaver.in_forward and not self.done
+        interleaver = self.interleaver
+        return interleaver is not None and (interleaver.in_forward or interleaver.starting)
 
     def kill(self) -> None:
         """Unwind the block where it waits; its `finally` clauses run, nothing is recorded.
