@@ -76,9 +76,9 @@ class Written(msgspec.Struct):
         )
 
     def rest(self, count: int) -> bytes:
-        """The values behind the first `count`; empty if there are none."""
+        """The values behind the first `count`; never empty bytes, which would be a block alone."""
         names, payload = self.names[count:], b"".join(self.parts[count:])
-        return msgspec.msgpack.encode(_Rest(names, payload)) if names else b""
+        return msgspec.msgpack.encode(_Rest(names, payload))
 
 
 def write(

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterable
 from functools import cached_property
 
+from midstream.errors import MidstreamError
 from midstream.tracing.shipping import Opened
 
 
@@ -13,17 +14,18 @@ class Common:
     """One such part; the blocks that share it keep it alive.
 
     Args:
-        data: as `midstream.tracing.sharing` made it, or a whole block.
+        data: as `midstream.tracing.sharing` made it, or a whole block; None for a part that is not
+            here.
         uses: how many blocks share it.
     """
 
-    def __init__(self, data: bytes, uses: int = 1):
+    def __init__(self, data: bytes | None, uses: int = 1):
         self._data, self.uses = data, uses
 
     @cached_property
     def digest(self) -> int:
         """Number that depends on the contents only: the same in every process."""
-        return zlib.crc32(self._data)
+        return zlib.crc32(self._data or b"")
 
     @cached_property
     def opened(self) -> Opened:
@@ -31,7 +33,13 @@ class Common:
 
         Raises:
             DataVersionError: another version of midstream or Python wrote it.
+            MidstreamError: it is not here. Not found out before, since only the block may fail.
         """
+        if self._data is None:
+            raise MidstreamError(
+                "The part of this block that it shares with others of its trace is not in this "
+                "worker: it was dropped before the block came, or never brought."
+            )
         return Opened(self._data)
 
 
@@ -46,13 +54,14 @@ class Commons:
         for number, data, uses in parts:
             self._parts[number] = Common(data, uses)
 
-    def take(self, number: int) -> Common | None:
-        """Give one block its part; None if it is not here. The last one leaves nothing behind."""
+    def take(self, number: int) -> Common:
+        """Give one block its part. The last one leaves nothing behind."""
         part = self._parts.get(number)
-        if part is not None:
-            part.uses -= 1
-            if not part.uses:
-                del self._parts[number]
+        if part is None:
+            return Common(None)
+        part.uses -= 1
+        if not part.uses:
+            del self._parts[number]
         return part
 
     def drop(self, numbers: Iterable[int]) -> None:

@@ -90,9 +90,7 @@ def _parts(payload: Payload, commons: Commons) -> tuple[Common, bytes]:
     """A block's part that others share and the rest of it; a block alone has no rest."""
     if not payload.common:
         return Common(payload.block), b""
-    common = commons.take(payload.common)
-    # an error here would end the engine; contents that are no block fail this request alone
-    return common or Common(b""), payload.block
+    return commons.take(payload.common), payload.block
 
 
 def _traceback_of(error: BaseException, block: Block | None) -> str:
