@@ -1,6 +1,7 @@
 """What a trace costs beside plain generation, and what each thing in a block costs.
 
     python benchmarks/overhead.py [--model FOLDER ...] [--repeats N] [--out FILE]
+        [--requests N] [--turns N] [--only PART]
 
 Without --model: a tiny random Llama and the demo model. Every ratio is measured in turns in one
 run, on one engine with its default settings.
@@ -16,6 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import throughput
 from benchmarks.table import interleaved_us, markdown, median_us, write
 
 from midstream import VLLM
@@ -69,6 +71,20 @@ def capture_rows() -> list[list[str]]:
             h.save()
 
     return [["cold", f"{cold_us:.0f}"], ["warm", f"{median_us(warm, repeats=2000, warm=50):.1f}"]]
+
+
+def capture_section() -> str:
+    """The table of captures, which need no engine."""
+    return markdown("Capturing a block", ["", "µs"], capture_rows())
+
+
+def single_sections(model: VLLM, name: str, repeats: int) -> list[str]:
+    """The tables of one request at a time."""
+    header = ["one token", "ms", "ratio", "difference, ms"]
+    return [
+        markdown(f"{name}: a trace", header, trace_rows(model, repeats)),
+        markdown(f"{name}: one more of each", ["", "cost"], piece_rows(model, repeats)),
+    ]
 
 
 def layers(model: VLLM) -> Any:
@@ -182,18 +198,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="*", default=[], help="checkpoint folders")
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--requests", type=int, default=1024, help="invokes in one trace")
+    parser.add_argument("--turns", type=int, default=3, help="of the parts with many requests")
+    parser.add_argument("--only", choices=["one", "many"], help="requests at a time")
     parser.add_argument("--eager", action="store_true", help="build the engines without graphs")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/overhead.md")
     args = parser.parse_args()
-    sections = [markdown("Capturing a block", ["", "µs"], capture_rows())]
+    sections = [] if args.only == "many" else [capture_section()]
     for name, (path, settings) in models(args.model).items():
         if args.eager:
             settings["enforce_eager"] = True
         with VLLM(path, dispatch=True, kv_cache_memory_bytes=1 << 28, **settings) as model:
-            header = ["one token", "ms", "ratio", "difference, ms"]
-            sections.append(markdown(f"{name}: a trace", header, trace_rows(model, args.repeats)))
-            title = f"{name}: one more of each"
-            sections.append(markdown(title, ["", "cost"], piece_rows(model, args.repeats)))
+            if args.only != "many":
+                sections += single_sections(model, name, args.repeats)
+            if args.only != "one":
+                sections += throughput.sections(
+                    model, name, requests=args.requests, turns=args.turns
+                )
     write(args.out, "Overhead of a trace", sections)
 
 

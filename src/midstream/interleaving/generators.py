@@ -127,6 +127,17 @@ class Generators:
         if self._cuda:
             self._cuda = tuple(map(_trade, _cuda_generators(), self._cuda))
 
+    def hand_to(self, other: Generators) -> None:
+        """With these in the process: install the other's, which then keep the process's.
+
+        Half the work of two exchanges.
+        """
+        self._python, other._python = other._python, self._python
+        self._numpy, other._numpy = other._numpy, self._numpy
+        self._cpu, other._cpu = other._cpu, self._cpu
+        self._cuda, other._cuda = other._cuda, self._cuda
+        self.exchange()
+
 
 class Exchange:
     """Whose generators the process has: the engine's, or one block's.
@@ -137,13 +148,23 @@ class Exchange:
 
     def __init__(self) -> None:
         self._owner: Generators | None = None
+        self._retired = False
 
     def give(self, owner: Generators | None) -> None:
         """Install a block's generators, or with None the engine's own."""
-        if owner is self._owner:
+        before = self._owner
+        if owner is before:
             return
-        if self._owner is not None:
-            self._owner.exchange()
-        if owner is not None:
+        if before is not None and owner is not None:
+            before.hand_to(owner)
+        elif before is not None:
+            before.exchange()
+        elif owner is not None:
             owner.exchange()
-        self._owner = owner
+        if before is not None and self._retired:
+            before.release()
+        self._owner, self._retired = owner, False
+
+    def retire(self) -> None:
+        """The generators that are here belong to a block that has ended: next time, let them go."""
+        self._retired = True

@@ -69,6 +69,7 @@ class Interleaver:
         self._replays, self._logged = Replays(), False
         self.in_forward = False
         self.in_step = False
+        self.starting = False  # whether blocks execute up to their first access, one by one
 
     def begin_step(self, runs: Sequence[Run], replays: Sequence[Replay] = ()) -> None:
         """Begin a step with these blocks active; they execute up to their first access in it.
@@ -79,18 +80,25 @@ class Interleaver:
         self._position, self._current = -1, None
         self._passed.clear()
         self._sources.begin_step()
-        self.in_step = True
+        self.in_step = self.starting = True
         self._in_turns = any(run.turn for run in runs)
         self._paused = False  # a block that was left while it called a module does not set it back
-        for run in runs:
-            run.interleaver = self
-            if not run.started or (run.awaited is not None and run.awaited <= run.visit):
-                self._turn(run)
-            if run.recorders and run.records:
-                self._recording.add(run)
+        try:
+            for run in runs:
+                self._begin(run)
+        finally:
+            self.starting = False
+            EXCHANGE.give(None)
         for location in self._replays.begin(replays):
             self._expect(location)
         self._learning = self._observing = self.wants_modules and not self._learned
+
+    def _begin(self, run: Run) -> None:
+        run.interleaver = self
+        if not run.started or (run.awaited is not None and run.awaited <= run.visit):
+            self._turn(run)
+        if run.recorders and run.records:
+            self._recording.add(run)
 
     def _expect(self, location: Location) -> None:
         """Have a location handed over though no block waits for it."""

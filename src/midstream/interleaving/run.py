@@ -198,10 +198,10 @@ class Run:
         EXCHANGE.give(self._generators)
         with self._modes, self.output:
             self._switch(error)
+        if self.done:
+            EXCHANGE.retire()
         if not self.keeps_generators:
             EXCHANGE.give(None)
-            if self.done:
-                self._generators.release()
 
     def _switch(self, error: BaseException | None) -> None:
         """Execute the block on the clock. The order of these lines matters, see `watchdog`."""
@@ -236,7 +236,8 @@ class Run:
     @property
     def keeps_generators(self) -> bool:
         """Whether the block's generators may stay installed while the forward goes on."""
-        return self.interleaver is not None and self.interleaver.in_forward and not self.done
+        interleaver = self.interleaver
+        return interleaver is not None and (interleaver.in_forward or interleaver.starting)
 
     def kill(self) -> None:
         """Unwind the block where it waits; its `finally` clauses run, nothing is recorded.

@@ -141,8 +141,15 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         TypeError: an unknown keyword, or both spellings of one.
         ValueError: vLLM's own, for a value out of range.
     """
+    if not settings:
+        return
     check_edit_names(settings.get("edits"))
-    sampling({name: value for name, value in settings.items() if name not in _NOT_SAMPLING})
+    sampling(without_ours(settings))
+
+
+def without_ours(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are vLLM's sampling parameters."""
+    return {name: value for name, value in settings.items() if name not in _NOT_SAMPLING}
 
 
 def check_edit_names(names: Any) -> None:
@@ -166,7 +173,7 @@ def sampling(settings: Mapping[str, Any]) -> Any:
         TypeError: an unknown keyword, or both spellings of one.
         VLLMValidationError: vLLM's own, for a value out of range.
     """
-    from vllm import SamplingParams
+    from vllm.sampling_params import SamplingParams  # the package's own name is slow to reach
 
     settings = dict(settings)
     if "max_new_tokens" in settings:

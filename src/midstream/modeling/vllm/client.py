@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import os
@@ -17,6 +18,7 @@ import torch
 from midstream.errors import EngineDeadError, MidstreamError, UnsupportedError
 from midstream.modeling.vllm import bootstrap
 from midstream.modeling.vllm.building import build
+from midstream.modeling.vllm.commons import Commons
 from midstream.modeling.vllm.ending import PATIENCE, Ending
 from midstream.modeling.vllm.interrupts import held
 from midstream.modeling.vllm.payloads import Record, unpack
@@ -53,18 +55,29 @@ class Outcome:
     records: list[Record | None] = field(default_factory=list)
     edits: list[dict[int, Record]] = field(default_factory=list)
 
+    def has_all_of(self, index: int) -> bool:
+        """Whether all records of a sequence are in."""
+        return (self.records[index] is not None) + len(self.edits[index]) == self.expected
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all records are in."""
+        return all(map(self.has_all_of, range(len(self.records))))
+
 
 @dataclass(frozen=True)
 class Submission:
     """One request to run: vLLM's prompt, sampling parameters and adapter, and what blocks need.
 
-    Without a payload it is plain vLLM's, its KV cache shared like any other's.
+    Without a payload it is plain vLLM's, its KV cache shared like any other's. `common` is what its
+    block shares with others that are submitted with it.
     """
 
     prompt: dict[str, Any]
     params: Any
     payload: Payload | None
     lora: Any = None
+    common: bytes = b""
 
 
 class Engine:
@@ -100,6 +113,9 @@ class Engine:
         self._owner = owner_id(tag=next(_TAGS))
         sweep()  # of clients that were killed
         self.llm = build(repo, dict(settings), vllm, self._owner, invariant=invariant)
+        from vllm.sampling_params import RequestOutputKind
+
+        self._kind = RequestOutputKind.FINAL_ONLY
         self._core = self.llm.llm_engine
         self._ending = Ending(self._core.engine_core)
         processor = self._core.output_processor
@@ -175,30 +191,41 @@ class Engine:
         return found
 
     def _run(self, submissions: Sequence[Submission]) -> list[Outcome]:
+        commons: Commons | None = None
         try:
             with held():
-                for submission in submissions:
-                    self._add(submission)
+                commons = Commons(self.llm.collective_rpc, submissions)
+                self._add_all(submissions, commons)
             self._until_closed()
+            if not all(outcome.is_complete for outcome in self._outcomes.values()):
+                commons.drop()
         except BaseException as error:
             if self._has_died(error):
                 raise EngineDeadError(_DEAD) from error
             if self._sequences and not self.broken:  # Ctrl-C above all: leave no request behind
                 self._abort()
+            if commons is not None and not self.broken:
+                commons.drop()
             raise
         return list(self._outcomes.values())
 
-    def _add(self, submission: Submission) -> None:
-        """Give vLLM one request."""
-        from vllm.sampling_params import RequestOutputKind
-
-        name = f"trace-{next(self._names)}"
-        params, prompt = submission.params, dict(submission.prompt)
-        params.output_kind = RequestOutputKind.FINAL_ONLY
-        if submission.payload is not None:
-            _load(params, prompt, submission.payload)
+    def _add_all(self, submissions: Sequence[Submission], commons: Commons) -> None:
+        """Give vLLM the requests."""
+        salt = f"midstream-{os.urandom(8).hex()}"
         with bootstrap.environment(bootstrap.runner_variables(self._vllm)):
-            request = self._core.add_request(name, prompt, params, lora_request=submission.lora)
+            for submission in submissions:
+                if submission.payload is not None:
+                    submission.payload.common = commons.number(submission)
+                self._add(submission, salt)
+
+    def _add(self, submission: Submission, salt: str) -> None:
+        """Give vLLM one request."""
+        name = f"trace-{next(self._names)}"
+        params, prompt = copy.copy(submission.params), dict(submission.prompt)
+        params.output_kind = self._kind
+        if submission.payload is not None:
+            _load(params, prompt, submission.payload, f"{salt}-{name}")
+        request = self._core.add_request(name, prompt, params, lora_request=submission.lora)
         payload = submission.payload or Payload()
         outcome = self._outcomes[name] = Outcome(
             expected=bool(payload.block) + len(payload.edits),
@@ -249,8 +276,7 @@ class Engine:
         if sequence in self._closed:
             return True
         outcome, index = self._sequences[sequence]
-        found = (outcome.records[index] is not None) + len(outcome.edits[index])
-        return outcome.output is not None and found == outcome.expected
+        return outcome.output is not None and outcome.has_all_of(index)
 
     def _step(self) -> Any:
         """One step of the engine."""
@@ -332,9 +358,8 @@ class Engine:
         discard(self._owner)
 
 
-def _load(params: Any, prompt: dict[str, Any], payload: Payload) -> None:
+def _load(params: Any, prompt: dict[str, Any], payload: Payload, salt: str) -> None:
     """Put what blocks need into a request, and keep its KV cache to itself."""
     params.extra_args = {**(params.extra_args or {}), KEY: msgspec.msgpack.encode(payload)}
     params.skip_reading_prefix_cache = True
-    salt = f"midstream-{os.urandom(8).hex()}"
     prompt["cache_salt"] = f"{prompt['cache_salt']}-{salt}" if "cache_salt" in prompt else salt

@@ -235,8 +235,9 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
 
     def _submit(self, requests: Sequence[Request]) -> list[Outcome]:
         """Run requests together, each with its block if it has one."""
+        params: dict[int, Any] = {}  # requests of a trace mostly have the same settings
         with self._lock:
-            submissions = [self._submission(request) for request in requests]
+            submissions = [self._submission(request, params) for request in requests]
             self.dispatch()
             engine = self._engine
             assert engine is not None
@@ -250,13 +251,19 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
                     self.close()
                 self._when_idle(self._edits.send)
 
-    def _submission(self, request: Request) -> Submission:
-        settings = dict(request.settings)
-        lora, names = settings.pop("lora_request", None), settings.pop("edits", None)
-        payload = Payload(request.block, request.keep, self._edits.chosen(names))
-        runs_blocks = payload.block or payload.edits
-        params = args.sampling(settings)
-        return Submission(request.prompt, params, payload if runs_blocks else None, lora)
+    def _submission(self, request: Request, params: dict[int, Any]) -> Submission:
+        """What to submit for a request; `params` has what was made of settings before, by id."""
+        given = request.settings
+        if id(given) not in params:
+            params[id(given)] = args.sampling(args.without_ours(given))
+        payload = Payload(request.block, request.keep, self._edits.chosen(given.get("edits")))
+        return Submission(
+            request.prompt,
+            params[id(given)],
+            payload if payload.block or payload.edits else None,
+            given.get("lora_request"),
+            request.common,
+        )
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every worker, as soon as no other thread runs requests."""

@@ -61,6 +61,8 @@ def _ids(ids: list[Any]) -> list[int]:
     if len(ids) == 1 and isinstance(ids[0], list | tuple):
         ids = list(ids[0])
     _filled(ids)
+    if all(type(item) is int for item in ids):  # an abstract class takes its time to look at one
+        return ids
     for item in ids:
         if not isinstance(item, Integral) or isinstance(item, bool):
             raise PromptError(f"Got a list of {type(item).__name__} as one prompt. {_LOOP}")

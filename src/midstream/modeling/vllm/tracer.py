@@ -23,7 +23,8 @@ from midstream.modeling.vllm.merging import merge
 from midstream.modeling.vllm.outputs import attach_edits, edit_records
 from midstream.modeling.vllm.unsupported import BARRIER
 from midstream.tracing import Block, Capture, Execution, bind, forget_skip
-from midstream.tracing.shipping import dumps
+from midstream.tracing.sharing import Sharing
+from midstream.tracing.shipping import write as write_block
 
 if TYPE_CHECKING:
     from midstream.modeling.vllm.model import VLLM
@@ -54,6 +55,8 @@ class Tracer:
         self._model, self._prompt, self._settings = model, prompt, dict(settings)
         self._run = run
         self._requests: list[Request] = []
+        self._sharing = Sharing()
+        self._outside: Mapping[str, Any] = {}
         self._collecting: dict[str, Any] | None = None
         self._capture: Capture | None = None
         self._frame: FrameType | None = None
@@ -94,6 +97,7 @@ class Tracer:
             shared = self._collect(block)
         else:
             self._add(self._prompt, {}, block)
+        self._share()
         if self._run:
             self._execute(shared)
 
@@ -131,11 +135,11 @@ class Tracer:
             The containers it has saved, by name: its requests fill them together.
         """
         outer = Execution(block, model=self._model, tracer=self)
-        self._collecting = outer.namespace
+        self._collecting, self._outside = outer.namespace, block.values
         try:
             outer.run()
         finally:
-            self._collecting = None
+            self._collecting, self._outside = None, {}
         shared = outer.saves()
         if not self._requests:
             raise PromptError(
@@ -151,17 +155,28 @@ class Tracer:
         session = self._model._own_session
         if session is not None:
             session._check(block)
-        written = dumps(block, self._model._reference)
+        self._sharing.add(write_block(block, self._model._reference, self._outside))
         if session is not None:
             session._note(block)
         code = block.code or block.listing
         where = f"{code.filename}, line {code.first_line}" if code is not None else "a function"
+        merged = self._merged(settings) if settings else self._settings
+        self._requests.append(Request(prompt, merged, where=where))
+
+    def _merged(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The trace's settings with an invoke's own in their place."""
         merged = {**self._settings, **settings}
         if "max_tokens" in settings or "max_new_tokens" in settings:  # two names of one setting
             for name in ("max_tokens", "max_new_tokens"):
                 if name not in settings:
                     merged.pop(name, None)
-        self._requests.append(Request(prompt, merged, written, where=where))
+        return merged
+
+    def _share(self) -> None:
+        """Take what the blocks have in common out of them, once all are known."""
+        for request, parts in zip(self._requests, self._sharing.split(), strict=True):
+            request.common, request.block = parts
+        self._sharing = Sharing()
 
     def _execute(self, shared: Mapping[str, Any]) -> None:
         """Run the requests, keeping what their blocks saved.

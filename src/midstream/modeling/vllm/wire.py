@@ -9,16 +9,19 @@ class Payload(msgspec.Struct, array_like=True):
     """What one request brings to the engine.
 
     Attributes:
-        block: the block, as `midstream.tracing.shipping.dumps` wrote it; empty for a request that
-            runs installed edits only.
+        block: the block, as `midstream.tracing.shipping` wrote it; with ``common`` the rest of
+            it. Empty for a request that runs installed edits only.
         keep: names that come back though the block does not save them: containers of the trace
             that all its requests fill.
         edits: numbers of the installed edits that run beside the request, chosen by the client.
+        common: number of the part that the block has in common with others of its trace, which the
+            workers were brought before the requests; 0 for none.
     """
 
     block: bytes = b""
     keep: list[str] = []
     edits: list[int] = []
+    common: int = 0
 
 
 KEY = "midstream"

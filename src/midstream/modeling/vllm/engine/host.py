@@ -20,6 +20,7 @@ from midstream.interleaving.run import Run
 from midstream.interleaving.snapshots import Snapshots
 from midstream.interleaving.source import find_source
 from midstream.interleaving.watchdog import Clock
+from midstream.modeling.vllm.engine.commons import Common, Commons
 from midstream.modeling.vllm.engine.edits import InstalledEdit, InstalledEdits
 from midstream.modeling.vllm.engine.inside import BlockModel, BlockTracer, Rename
 from midstream.modeling.vllm.engine.layers import containing
@@ -42,7 +43,6 @@ from midstream.modeling.vllm.wire import (
     Payload,
 )
 from midstream.tracing import Block, Execution, user_traceback
-from midstream.tracing.shipping import loads
 
 
 class Progress(NamedTuple):
@@ -62,6 +62,9 @@ class Progress(NamedTuple):
     def in_prompt(self) -> bool:
         """Whether it runs anything that was known before."""
         return self.first < self.whole
+
+
+_PAYLOAD = msgspec.msgpack.Decoder(Payload)
 
 
 class Admitted:
@@ -89,16 +92,17 @@ class Admitted:
         self.ending_ids = ends
         self._payload, self._host = payload, host
         self._edits, self._edit = edits, edit
+        self._common, self._rest = _parts(payload, host.commons)
         self._block: Block | None = None
         self._execution: Execution | None = None
         self.run = Run(
             self._execute,
-            seed=zlib.crc32(payload.block),
+            seed=zlib.crc32(self._rest, self._common.digest),
             clock=host.clock,
             snapshots=Snapshots(host.limits.max_snapshot_bytes),
             log=WriteLog(host.limits.max_write_log_bytes),
         )
-        self.run.uses_source = b"source" in payload.block
+        self.run.uses_source = self._common.uses_source or b".source" in self._rest
         self.run.context = host.stored.objects
         self.blocks = [*edits, self] if payload.block or edit is not None else [*edits]
         for turn, block in enumerate(self.blocks if edits else ()):
@@ -111,7 +115,9 @@ class Admitted:
 
     def _execute(self) -> None:
         stored = self.run.context
-        self._block = loads(self._payload.block, lambda name: self._host.resolve(name, stored))
+        self._block = self._common.opened.block(
+            lambda name: self._host.resolve(name, stored), self._rest
+        )
         execution = Execution(self._block, model=self._host.model, tracer=self._host.tracer)
         for name in self._payload.keep:
             if name in execution.namespace:
@@ -232,6 +238,13 @@ class Admitted:
         return BlockError.of(error, _traceback_of(error, self._block))
 
 
+def _parts(payload: Payload, commons: Commons) -> tuple[Common, bytes]:
+    """A block's part that others share and the rest of it; a block alone has no rest."""
+    if not payload.common:
+        return Common(payload.block), b""
+    return commons.take(payload.common), payload.block
+
+
 def _traceback_of(error: BaseException, block: Block | None) -> str:
     """The traceback as text; an exception that cannot be shown must not end the engine."""
     if block is None:
@@ -253,6 +266,9 @@ class BlockHost:
         stateful: the layers that run whoever skips them.
         limits: what a block may take.
         step_timeout: seconds that all blocks of a step may take together.
+
+    Attributes:
+        commons: what requests to come have in common.
     """
 
     def __init__(
@@ -271,7 +287,7 @@ class BlockHost:
         self.tracer = BlockTracer(self.model.tree)
         always = containing(self.model.tree, {id(layer) for layer in stateful})
         self.interleaver = Interleaver(self.model.tree.modules, limit, always)
-        self.edits, self.stored = InstalledEdits(), Store()
+        self.edits, self.stored, self.commons = InstalledEdits(), Store(), Commons()
         self._admitted: dict[str, Admitted] = {}
         self._parked: dict[str, Admitted] = {}
         self._to_tell: list[str] = []
@@ -284,7 +300,7 @@ class BlockHost:
         """
         given = (sampling.extra_args or {}).get(KEY)
         if given is not None and request_id not in self._admitted:
-            payload = msgspec.msgpack.decode(given, type=Payload)
+            payload = _PAYLOAD.decode(given)
             ends = frozenset({sampling.eos_token_id, *(sampling.stop_token_ids or ())} - {None})
             edits = [
                 Admitted(request_id, Payload(edit.block), self, ends, edit=edit)

@@ -32,6 +32,8 @@ class BlockSchedulerMixin:
         process.enter()
         super().__init__(*args, **kwargs)
         self._traced: set[str] = set()
+        self._prompts: set[str] = set()  # of these, those that may not have run yet
+        self._arrived = False  # whether one has come since the queue was put in order
 
     def add_request(self, request: Any) -> None:
         """Queue a request, remembering those with a block.
@@ -42,6 +44,8 @@ class BlockSchedulerMixin:
         params = request.sampling_params
         if params is not None and KEY in (params.extra_args or {}):
             self._traced.add(request.request_id)
+            self._prompts.add(request.request_id)
+            self._arrived = True
             request.priority -= _AHEAD
         super().add_request(request)  # type: ignore[misc]
 
@@ -63,9 +67,16 @@ class BlockSchedulerMixin:
 
     def _has_whole_prompt_first(self) -> bool:
         """Move new requests with a block to the head of the queue; whether one is there now."""
-        if not self._traced:
-            return False
         waiting = self.waiting  # type: ignore[attr-defined]
+        if not (self._prompts and waiting):
+            return False
+        if not self._arrived and self._must_be_whole(waiting.peek_request()):
+            return True  # a thousand that wait are not looked through at every step
+        self._arrived = False
+        alive = self.requests  # type: ignore[attr-defined]
+        self._prompts = {i for i in self._prompts if i in alive and self._must_be_whole(alive[i])}
+        if not self._prompts:
+            return False
         found = [request for request in waiting if self._must_be_whole(request)]
         if found and isinstance(waiting, FCFSRequestQueue):
             waiting.remove_requests(found)

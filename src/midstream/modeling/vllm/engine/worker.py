@@ -34,8 +34,17 @@ class BlockWorkerMixin:
         super().shutdown()  # type: ignore[misc]
 
     def midstream_live(self) -> int:
-        """How many blocks this rank holds."""
-        return len(self.model_runner.blocks)
+        """How many blocks, and parts of blocks that have not come, this rank holds."""
+        blocks = self.model_runner.blocks
+        return len(blocks) + len(blocks.commons)
+
+    def midstream_bring(self, parts: list[tuple[int, bytes, int]]) -> None:
+        """Take in what requests to come have in common, see ``Commons.bring``."""
+        self.model_runner.blocks.commons.bring(parts)
+
+    def midstream_drop(self, numbers: list[int]) -> None:
+        """Forget such parts."""
+        self.model_runner.blocks.commons.drop(numbers)
 
     def midstream_finish(self, data: bytes) -> bytes:
         """End blocks that wait for their requests' results.
