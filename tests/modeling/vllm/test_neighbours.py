@@ -44,7 +44,7 @@ def everything(model: Any, tracer: Any) -> None:
 
 @pytest.mark.parametrize("block", [misfit, out_of_vocabulary, everything])
 def test_neighbour_keeps_its_tokens(block: Block, llama: Any) -> None:
-    """A request in the same batch gets exactly the tokens it gets alone."""
+    """A request in the same batch gets exactly the tokens it gets alone (C49)."""
     alone = plain_tokens(llama, B, max_tokens=8)
     other = Neighbour(llama, B, max_tokens=8)
     try:
@@ -58,7 +58,10 @@ def test_neighbour_keeps_its_tokens(block: Block, llama: Any) -> None:
 
 
 def test_traced_request_is_alone_in_its_rows(llama: Any, hf: Oracle) -> None:
-    """Beside another request a block reads and edits its own rows, with the effect it has alone."""
+    """Beside another request a block reads and edits its own rows, with the effect it has alone.
+
+    (B9, C49).
+    """
     other = Neighbour(llama, B, max_tokens=8)
     with llama.trace(A, **GREEDY) as tracer:
         given = llama.model.embed_tokens.input.save()
@@ -90,7 +93,10 @@ def _steer(model: Any, ids: list[int]) -> Any:
 
 
 def test_steered_prompt_stays_out_of_the_prefix_cache(llama: Any, hf: Oracle) -> None:
-    """Before and after a steered run, plain requests with its prompt get what they always do."""
+    """Before and after a steered run, plain requests with its prompt get what they always do.
+
+    (O4, A26, case 16).
+    """
     shared = [(3 * i) % 100 + 10 for i in range(64)]
     first, other = [*shared, 3], [*shared, 4, 5]
     steered_first, _, _ = _steer(llama, first)
@@ -106,7 +112,10 @@ def test_steered_prompt_stays_out_of_the_prefix_cache(llama: Any, hf: Oracle) ->
 
 
 def test_prompt_in_the_cache_is_traced_whole(llama: Any) -> None:
-    """A block sees every row of a prompt that plain requests have left in the prefix cache."""
+    """A block sees every row of a prompt that plain requests have left in the prefix cache.
+
+    (O4, A26, case 15).
+    """
     ids = LONG[:64]
     plain_tokens(llama, ids)
     assert _cached(llama, ids)[1] > 0

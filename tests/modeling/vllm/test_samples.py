@@ -35,7 +35,7 @@ def force_in_another_dtype(model: Any, tracer: Any) -> None:
 
 @pytest.mark.parametrize("force", [force_in_place, force_by_assignment, force_in_another_dtype])
 def test_forced_token(force: Block, llama: Any, hf: Oracle) -> None:
-    """The request goes on from the forced token as HuggingFace does."""
+    """The request goes on from the forced token as HuggingFace does (C65)."""
     result = llama.trace(A, block=force, **GREEDY).result
     right, clean = hf.generate(A, 4, force={0: 99}), hf.generate(A, 4)
     assert list(result.outputs[0].token_ids) == right.tokens
@@ -52,7 +52,7 @@ def test_forced_end_ends_the_request(llama: Any) -> None:
 
 
 def test_forced_token_outside_the_vocabulary(serving: Any) -> None:
-    """It is this request's ValueError, naming the id and the limits."""
+    """It is this request's ValueError, naming the id and the limits (O6)."""
     text = r"ValueError: model\.samples was given token id {}; the model's ids run from 0 to 127"
     for token in (128, -1):
         refused = pytest.raises(InterventionError, match=text.format(token))
