@@ -10,6 +10,7 @@
     │   └── BlockLayoutError              also ValueError: body on the `with` line, or `try` first
     ├── NotInTraceError                   also ValueError: `.output` or `.save()` outside a block
     ├── OutOfOrderError                   also RuntimeError: the model already ran past a location
+    ├── SourceNotAvailableError           also RuntimeError: no operations inside what is not Python
     ├── PromptError                       also ValueError: a prompt that is not exactly one prompt
     ├── TransportError                    also TypeError: a value that cannot travel
     ├── DataVersionError                  also ValueError: a block written by another version
@@ -39,6 +40,7 @@ __all__ = [
     "OutOfOrderError",
     "PromptError",
     "SourceChangedError",
+    "SourceNotAvailableError",
     "StepsCutShortWarning",
     "TransportError",
     "UnboundSaveWarning",
@@ -77,6 +79,10 @@ class NotInTraceError(MidstreamError, ValueError):
 
 class OutOfOrderError(MidstreamError, RuntimeError):
     """A block asked for a location that this step has passed or does not reach."""
+
+
+class SourceNotAvailableError(MidstreamError, RuntimeError):
+    """A forward has no Python source whose operations could be waited for."""
 
 
 class PromptError(MidstreamError, ValueError):

@@ -34,6 +34,7 @@ class Event:
         sizes: lengths along which a tensor counts as one row a token (real, padded).
         spans: rows of the requests that wait here; copies are taken over their hull, once.
         check: called with a leaf's place and a tensor, raises if it must not be written there.
+        is_models: whether a tensor is the model's own, so that edits go into a copy of it.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Event:
         sizes: Sequence[int],
         spans: Sequence[Rows],
         check: Callable[[int, torch.Tensor], None] | None = None,
+        is_models: Callable[[torch.Tensor], bool] | None = None,
     ):
         self.leaves, self._build = flatten(value)
         self._sizes, first = sizes, spans[0]
@@ -52,20 +54,20 @@ class Event:
         self._copies: dict[int, torch.Tensor] = {}
         self._replaced: set[int] = set()
         self._value = value
-        self._check = check
+        self._check, self._is_models = check, is_models
         self._axes: dict[int, int | None] = {}
         self.has_items = not isinstance(value, torch.Tensor) and _has_items(value)
 
     def axis(self, index: int) -> int | None:
         """The axis of a leaf that runs over the step's rows; None if it has none."""
         if index not in self._axes:
-            self._axes[index] = _row_axis(self.leaves[index], self._sizes)
+            self._axes[index] = row_axis(self.leaves[index], self._sizes)
         return self._axes[index]
 
     def live(self, index: int, rows: Rows) -> Any:
         """A leaf's rows as the model holds them (tensors without a row axis: whole)."""
         leaf = self.leaves[index]
-        return _cut(leaf, self.axis(index), rows.start, rows.stop)
+        return cut(leaf, self.axis(index), rows.start, rows.stop)
 
     def copy(self, index: int, rows: Rows) -> Any:
         """A private copy of a leaf's rows, outside inference mode so that edits are counted."""
@@ -74,13 +76,13 @@ class Event:
             return leaf
         axis = self.axis(index)
         if axis is None:
-            with _counting_edits():
+            with counting_edits():
                 return leaf.clone()
         if index not in self._copies:
-            with _counting_edits():
-                self._copies[index] = _cut(leaf, axis, self._low, self._high).clone()
+            with counting_edits():
+                self._copies[index] = cut(leaf, axis, self._low, self._high).clone()
         copy = self._copies[index]
-        return _cut(copy, axis, rows.start - self._low, rows.stop - self._low)
+        return cut(copy, axis, rows.start - self._low, rows.stop - self._low)
 
     def put(self, index: int, rows: Rows, value: torch.Tensor, *, replace: bool) -> None:
         """Write a leaf's rows into what the model goes on with.
@@ -91,6 +93,8 @@ class Event:
         """
         if self._check is not None:
             self._check(index, value)
+        if not replace and self._is_models is not None:
+            replace = self._is_models(self.leaves[index])
         with torch.inference_mode(self.leaves[index].is_inference()):
             if replace and index not in self._replaced:
                 self.leaves[index] = self.leaves[index].clone()
@@ -123,14 +127,18 @@ class Served:
             self._shown = self._build(self._mine)
         return self._shown
 
+    def expected(self) -> Any:
+        """The value as the model has it, for this request: what a replacement must look like."""
+        event = self._event
+        return self._build([event.live(i, self._rows) for i in range(len(event.leaves))])
+
     def write(self, value: Any, where: str) -> None:
         """Replace the whole value.
 
         Raises:
             ValueError: ``value`` has not the served structure and shapes.
         """
-        event, rows = self._event, self._rows
-        expected = self._build([event.live(i, rows) for i in range(len(event.leaves))])
+        expected = self.expected()
         if not same_shape(value, expected):
             raise ValueError(
                 f"{where} was assigned {describe(value)}, but the model goes on with "
@@ -154,9 +162,7 @@ class Served:
         Raises:
             ValueError: ``value`` has not the served structure and shapes.
         """
-        event, rows = self._event, self._rows
-        live = self._build([event.live(i, rows) for i in range(len(event.leaves))])
-        expected = _first_argument(live, where)
+        expected = _first_argument(self.expected(), where)
         if not same_shape(value, expected):
             raise ValueError(
                 f"{where} was assigned {describe(value)}, but the module's first argument is "
@@ -172,7 +178,7 @@ class Served:
             return  # the block's own copy: what changed in it is copied back when it waits
         self._refuse_shared(index, where)
         live = self._event.live(index, self._rows)
-        with _counting_edits():
+        with counting_edits():
             own = new.detach().to(live.device, live.dtype, copy=True)
         self._event.put(index, self._rows, own, replace=True)
         if self._mine is None:
@@ -253,7 +259,7 @@ def _first_argument(arguments: tuple[tuple[Any, ...], dict[str, Any]], where: st
     )
 
 
-def _counting_edits() -> AbstractContextManager[Any]:
+def counting_edits() -> AbstractContextManager[Any]:
     """Leave the inference mode a block may be in: tensors made in it count no edits."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
@@ -265,8 +271,9 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def _row_axis(leaf: Any, sizes: Sequence[int]) -> int | None:
-    if not isinstance(leaf, torch.Tensor):
+def row_axis(leaf: Any, sizes: Sequence[int]) -> int | None:
+    """The axis of a leaf that has one of the sizes, and so runs over rows; None if none does."""
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
         return None
     shape = leaf.shape
     if shape and shape[0] in sizes:
@@ -276,7 +283,7 @@ def _row_axis(leaf: Any, sizes: Sequence[int]) -> int | None:
     return None
 
 
-def _cut(leaf: Any, axis: int | None, start: int, stop: int) -> Any:
+def cut(leaf: Any, axis: int | None, start: int, stop: int) -> Any:
     """Rows of a tensor; the tensor itself where those are all it has."""
     if axis is None or (start == 0 and stop == leaf.shape[axis]):
         return leaf

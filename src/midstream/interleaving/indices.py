@@ -56,3 +56,41 @@ class IndexCheck:
         parameters += [""] * len(args)  # those of `*args`
         pairs = [*zip(parameters, args, strict=False), *kwargs.items()]
         return [name for name, argument in pairs for _ in flatten(argument)[0]]
+
+
+class RangeCheck:
+    """Raises for integers outside the range that the step itself has at this place, and for masks.
+
+    What an operation does with integers is not known; those that the step has are fit for it. A
+    mask may decide how many rows a tensor has, which the rest of the forward relies on.
+
+    Args:
+        value: the operation's arguments or result, with the rows of all requests.
+    """
+
+    def __init__(self, value: Any):
+        self._leaves = flatten(value)[0]
+
+    def __call__(self, index: int, value: torch.Tensor) -> None:
+        """Check a leaf.
+
+        Raises:
+            ValueError: it holds an integer outside the range, or is a mask.
+        """
+        there = self._leaves[index]
+        if there.dtype == torch.bool:
+            raise ValueError(
+                "A mask inside a forward cannot be written, since the shapes of other tensors may "
+                "depend on it. Write what is computed with it."
+            )
+        if there.is_floating_point() or there.is_complex():
+            return
+        if not value.numel() or not there.numel():
+            return
+        low, high = int(there.min()), int(there.max())
+        if int(value.min()) < low or int(value.max()) > high:
+            raise ValueError(
+                f"Integers {int(value.min())} to {int(value.max())} were written into an operation "
+                f"whose own are {low} to {high} in this step. They may be indices that a kernel "
+                "looks up unchecked, so they have to stay in that range."
+            )

@@ -10,10 +10,13 @@ class Location(NamedTuple):
 
     ``path`` is the module's dotted path below the model's root ("" is the root itself);
     ``side`` is "input" or "output" for modules, "logits" or "samples" for the engine.
+    An operation inside a forward has a path such as "model.layers.0.mlp.source.self_act_fn_0", and
+    ``within`` is the path of what the forward belongs to; None for all else.
     """
 
     path: str
     side: str
+    within: str | None = None
 
     def label(self, visit: int) -> str:
         """The location as errors show it, with the visit counted from the block's start."""

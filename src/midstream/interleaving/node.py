@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from midstream.errors import MidstreamWarning, UnsupportedError
 from midstream.interleaving.locations import Location
-from midstream.interleaving.run import current_run
+from midstream.interleaving.run import current_run, running
+from midstream.interleaving.skips import skip
 from midstream.interleaving.structure import flatten
 
-_SERVED = ("output", "input", "inputs", "get", "named_modules", "modules")
+if TYPE_CHECKING:
+    from midstream.interleaving.source import Source
+
+_SERVED = ("output", "input", "inputs", "source", "skip", "get", "named_modules", "modules")
 
 
 class Node:
@@ -84,6 +88,34 @@ class Node:
     def input(self, value: Any) -> None:
         run = self._tree.run(self, "input")
         run.at(self._enter).write_first(value, self._enter.label(run.visit))
+
+    def skip(self, value: Any) -> None:
+        """Let a value stand for what the module returns in this step, for this request's rows.
+
+        The module is left out if all requests of the step skip it; one with attention or a state
+        always runs, and the rows are overwritten. The block goes on behind the module: what lies
+        inside it did not run, as far as the block can see.
+
+        Args:
+            value: what the module returns, with the same structure and shapes; see ``output``.
+
+        Raises:
+            ValueError: ``value`` has another structure or other shapes.
+            OutOfOrderError: the module has been entered, or is not called in this step.
+            NotInTraceError: outside a running block.
+        """
+        skip(self._tree.run(self, "skip"), self._path, value)
+
+    @property
+    def source(self) -> Source:
+        """The operations of the module's Python forward, each a location of its own.
+
+        Raises:
+            SourceNotAvailableError: the forward is not written in Python.
+        """
+        from midstream.interleaving.source.nodes import source_of
+
+        return source_of(self, running())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on the block's own values. Nothing in it is traced.
@@ -254,6 +286,10 @@ class Tree:
     def modules(self) -> dict[str, torch.nn.Module]:
         """Modules by path, each once."""
         return {path: node._module for path, node in self.nodes.items()}
+
+    def find(self, module: torch.nn.Module) -> Node | None:
+        """The node of a module, if it belongs to the tree."""
+        return self._by_module.get(id(module))
 
     def run(self, node: Node, what: str) -> Any:
         """The executing block's run."""

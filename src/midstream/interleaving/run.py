@@ -6,7 +6,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import greenlet
 
@@ -18,6 +18,7 @@ from midstream.interleaving.modes import BlockModes
 if TYPE_CHECKING:
     from midstream.interleaving.events import Served
     from midstream.interleaving.interleaver import Interleaver
+    from midstream.interleaving.recording import Recorder
 
 
 EXCHANGE = Exchange()
@@ -39,13 +40,18 @@ def current_run(what: str) -> Run:
     Raises:
         NotInTraceError: outside a running block.
     """
-    run = getattr(greenlet.getcurrent(), "block_run", None)
+    run = running()
     if run is None:
         raise NotInTraceError(
             f"{what} was asked for outside a running block. Values of the forward pass exist only "
             "inside `with model.trace(...)`; save what you need there with `.save()`."
         )
-    return run  # type: ignore[no-any-return]
+    return run
+
+
+def running() -> Run | None:
+    """The run whose block is executing, if one is."""
+    return getattr(greenlet.getcurrent(), "block_run", None)
 
 
 class Mark(NamedTuple):
@@ -95,13 +101,17 @@ class Run:
 
     Attributes:
         visit: step of the request the block is in, counted from 0 (the prefill).
+        context: what the engine around it keeps with the block.
+        turn: place among the blocks of its request, which are served one after the other.
         wanted: the location the block waits for; None while it executes or when it is done.
         awaited: the step the block waits for, if it does.
         closed: whether the request has ended, so that no further step comes.
         stopped: whether the block has asked for the request's end, and with it whether the step's
             token is to be kept.
         warnings: what is to be warned about in the caller's process.
+        recorders: what is recorded for the block, until its request ends.
         error: what the block raised, if it did.
+        uses_source: whether the block may ask for operations inside a forward.
         marks: where in the user's code the last value was asked for, for error texts.
     """
 
@@ -114,6 +124,8 @@ class Run:
         self._seed = seed
         self.interleaver: Interleaver | None = None
         self.visit = 0
+        self.turn = 0
+        self.context: Any = None
         self.wanted: Location | None = None
         self.served: dict[Location, Served] = {}
         self.error: BaseException | None = None
@@ -121,13 +133,21 @@ class Run:
         self.closed = False
         self.stopped: StopTrace | None = None
         self.warnings: list[Notice] = []
+        self.recorders: list[Recorder] = []
         self._abandoned = False
+        self.uses_source = False
         self.marks: Mark | None = None
 
     @property
     def done(self) -> bool:
         """Whether the block has ended, by itself or by an error."""
         return self._abandoned or bool(self._greenlet.dead)
+
+    @property
+    def records(self) -> bool:
+        """Whether modules are recorded for the block, whatever it does itself."""
+        self.recorders = [recorder for recorder in self.recorders if recorder.open]
+        return bool(self.recorders) and self.error is None and self.stopped is None
 
     @property
     def started(self) -> bool:

@@ -30,8 +30,8 @@ def _only(leaves: Leaves) -> Any:
 
 def _take(value: Any, leaves: Leaves) -> Callable[[Iterator[Any]], Any]:
     if isinstance(value, tuple | list):
-        parts = [_take(item, leaves) for item in value]
-        return lambda new: _rebuild(type(value), [part(new) for part in parts])
+        kind, parts = type(value), [_take(item, leaves) for item in value]
+        return lambda new: _rebuild(kind, [part(new) for part in parts])
     if isinstance(value, dict):
         fields = {key: _take(item, leaves) for key, item in value.items()}
         return lambda new: {key: part(new) for key, part in fields.items()}
@@ -42,7 +42,9 @@ def _take(value: Any, leaves: Leaves) -> Callable[[Iterator[Any]], Any]:
 def _rebuild(kind: type[Any], items: list[Any]) -> Any:
     if hasattr(kind, "_fields"):
         return kind(*items)
-    return kind(items) if kind in (tuple, list) else tuple(items)
+    if kind in (tuple, list) or hasattr(kind, "n_sequence_fields"):  # as `torch.return_types.max`
+        return kind(items)
+    return tuple(items)
 
 
 def describe(value: Any) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["Body", "is_same", "is_skippable"]
+__all__ = ["Body", "is_same", "is_same_function", "is_skippable"]
 
 _IGNORED = frozenset(
     {"NOP", "RESUME", "CACHE", "EXTENDED_ARG", "PRECALL", "PUSH_NULL", "POP_TOP", "PRINT_EXPR"}
@@ -25,7 +25,7 @@ _VARIABLES = ("FAST", "DEREF", "GLOBAL", "NAME", "CLASSDEREF", "CLOSURE")
 
 @dataclass(frozen=True)
 class Body:
-    """The lines of a `with` body, and the statements in it that are not compared.
+    """The lines of a statement's body, and the statements in it that are not compared.
 
     Attributes:
         first: its first line.
@@ -38,8 +38,8 @@ class Body:
     asserts: tuple[tuple[tuple[int, int], tuple[int, int]], ...] = ()
 
     @classmethod
-    def of(cls, node: ast.With) -> Body:
-        """Return the body of a `with` statement, decorators of its first statement included."""
+    def of(cls, node: ast.With | ast.FunctionDef) -> Body:
+        """Return a statement's body, decorators of its first statement included."""
         head = node.body[0]
         first = min([head.lineno, *(d.lineno for d in getattr(head, "decorator_list", []))])
         last = node.body[-1].end_lineno or node.body[-1].lineno
@@ -75,6 +75,16 @@ def is_same(
         body = replace(body, asserts=())
     expected = _fingerprint(running, body)
     return any(_fingerprint(candidate, body) == expected for candidate in candidates)
+
+
+def is_same_function(
+    running: types.CodeType, candidate: types.CodeType, node: ast.FunctionDef
+) -> bool:
+    """Whether code compiled from a `def` statement has the instructions of a running function."""
+    body = Body.of(node)
+    if not _has_pytest_asserts(running):
+        body = replace(body, asserts=())
+    return _fingerprint(running, body) == _fingerprint(candidate, body)
 
 
 def _has_pytest_asserts(code: types.CodeType) -> bool:

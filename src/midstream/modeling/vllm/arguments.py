@@ -14,6 +14,9 @@ GPU_WORKER = "midstream.modeling.vllm.engine.worker.BlockWorker"
 CPU_WORKER = "midstream.modeling.vllm.engine.cpu_worker.CPUBlockWorker"
 _SCHEDULER = "midstream.modeling.vllm.engine.scheduler.BlockScheduler"
 
+_NOT_SAMPLING = ("lora_request", "edits")
+"""Settings of a request that vLLM's sampling parameters do not hold."""
+
 _ONE_ONLY = {
     "data_parallel_size": "Run one engine per replica, each with its own VLLM.",
     "tensor_parallel_size": "Leave it out: blocks run on one GPU for now.",
@@ -138,7 +141,22 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         TypeError: an unknown keyword, or both spellings of one.
         ValueError: vLLM's own, for a value out of range.
     """
-    sampling({name: value for name, value in settings.items() if name != "lora_request"})
+    check_edit_names(settings.get("edits"))
+    sampling({name: value for name, value in settings.items() if name not in _NOT_SAMPLING})
+
+
+def check_edit_names(names: Any) -> None:
+    """Check what chooses installed edits.
+
+    Raises:
+        TypeError: no list of names.
+    """
+    whole = isinstance(names, str) or not isinstance(names, list | tuple | set | frozenset)
+    if names is not None and (whole or not all(isinstance(name, str) for name in names)):
+        raise TypeError(
+            f"edits={names!r}: expected a list of the names that edits were installed under, such "
+            'as edits=["calm"].'
+        )
 
 
 def sampling(settings: Mapping[str, Any]) -> Any:
@@ -156,8 +174,9 @@ def sampling(settings: Mapping[str, Any]) -> Any:
             raise TypeError("max_tokens and max_new_tokens are two names of one setting: pass one.")
         settings["max_tokens"] = settings.pop("max_new_tokens")
     what = "a sampling setting (a field of vLLM's SamplingParams)"
-    ours = ("block", "run", "lora_request", "max_new_tokens")
-    check_known(settings, _sampling_fields(), what, ours)
+    check_known(
+        settings, _sampling_fields(), what, ("block", "run", "max_new_tokens", *_NOT_SAMPLING)
+    )
     return SamplingParams(**settings)
 
 

@@ -20,7 +20,7 @@ from midstream.modeling.vllm.ending import PATIENCE, Ending
 from midstream.modeling.vllm.interrupts import held
 from midstream.modeling.vllm.payloads import Record, unpack
 from midstream.modeling.vllm.payloads.segments import discard, owner_id, sweep
-from midstream.modeling.vllm.wire import KEY, RECORDS, Payload
+from midstream.modeling.vllm.wire import EDIT, KEY, RECORDS, Payload
 
 _TAGS = itertools.count()  # tell this process's engines apart
 _PATIENCE = 60.0  # seconds an engine in this process may step without closing a finished request
@@ -35,22 +35,33 @@ class Outcome:
     """What one request brought home.
 
     Attributes:
+        ids: its sequences, as the engine names them.
+        plain: whether it runs without any block, so that no record of it comes.
+        edited: whether installed edits run beside it.
         output: vLLM's finished `RequestOutput`; None if the request was aborted.
         records: what its block left, one for each sequence of the request; None for one that ended
             before the block began.
+        edits: what the edits left, for each sequence in the order of installation.
     """
 
+    ids: list[str] = field(default_factory=list)
+    plain: bool = False
+    edited: bool = False
     output: Any = None
     records: list[Record | None] = field(default_factory=list)
+    edits: list[list[Record]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Submission:
-    """One request to run with a block: vLLM's prompt, sampling parameters, adapter, and payload."""
+    """One request to run: vLLM's prompt, sampling parameters and adapter, and what blocks need.
+
+    Without a payload it is plain vLLM's, its KV cache shared like any other's.
+    """
 
     prompt: dict[str, Any]
     params: Any
-    payload: Payload
+    payload: Payload | None
     lora: Any = None
 
 
@@ -112,6 +123,29 @@ class Engine:
             self._sequences.clear()
             self._closed.clear()
 
+    @property
+    def running(self) -> bool:
+        """Whether it is running requests."""
+        return self._running
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every worker, between requests.
+
+        Raises:
+            EngineDeadError: the engine's process ended.
+            UnsupportedError: called while this thread is running requests.
+        """
+        if self._running:
+            raise UnsupportedError("The engine cannot be changed while it runs a trace.")
+        try:
+            with held():
+                found: list[Any] = self.llm.collective_rpc(method, args=arguments)
+        except BaseException as error:
+            if self._has_died(error):
+                raise EngineDeadError(_DEAD) from error
+            raise
+        return found
+
     def _run(self, submissions: Sequence[Submission]) -> list[Outcome]:
         try:
             with held():
@@ -127,21 +161,25 @@ class Engine:
         return list(self._outcomes.values())
 
     def _add(self, submission: Submission) -> None:
-        """Give vLLM one request, its KV cache kept to itself."""
+        """Give vLLM one request."""
         from vllm.sampling_params import RequestOutputKind
 
         name = f"trace-{next(self._names)}"
-        params, prompt = submission.params, dict(submission.prompt)
-        payload = msgspec.msgpack.encode(submission.payload)
-        params.extra_args = {**(params.extra_args or {}), KEY: payload}
-        params.skip_reading_prefix_cache = True
+        params, prompt = submission.params.clone(), dict(submission.prompt)
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        salt = f"midstream-{os.urandom(8).hex()}"
-        prompt["cache_salt"] = f"{prompt['cache_salt']}-{salt}" if "cache_salt" in prompt else salt
+        if submission.payload is not None:
+            _load(params, prompt, submission.payload)
         with bootstrap.environment(bootstrap.runner_variables(self._vllm)):
             request = self._core.add_request(name, prompt, params, lora_request=submission.lora)
-        outcome = self._outcomes[name] = Outcome(records=[None] * params.n)
         ids = [request] if params.n == 1 else [f"{index}_{request}" for index in range(params.n)]
+        payload = submission.payload
+        outcome = self._outcomes[name] = Outcome(
+            ids,
+            plain=payload is None,
+            edited=payload is not None and bool(payload.edits),
+            records=[None] * params.n,
+            edits=[[] for _ in ids],
+        )
         self._sequences.update({i: (outcome, index) for index, i in enumerate(ids)})
 
     def _has_died(self, error: BaseException) -> bool:
@@ -157,6 +195,8 @@ class Engine:
         self._core.abort_request(list(self._outcomes))
         # vLLM's output side may have finished them already, and then tells the engine nothing
         self._core.engine_core.abort_requests(list(self._sequences))
+        for outcome in self._outcomes.values():
+            self._close_plain(outcome)
         self._until_closed()
         self.broken = False
 
@@ -166,7 +206,9 @@ class Engine:
             outputs = self._step()
             for output in outputs:
                 if output.finished and output.request_id in self._outcomes:
-                    self._outcomes[output.request_id].output = output
+                    outcome = self._outcomes[output.request_id]
+                    outcome.output = output
+                    self._close_plain(outcome)
             if outputs or self._core.has_unfinished_requests():
                 deadline = time.monotonic() + _PATIENCE
             elif time.monotonic() > deadline:
@@ -179,6 +221,11 @@ class Engine:
             return True
         outcome, index = self._sequences[sequence]
         return outcome.output is not None and outcome.records[index] is not None
+
+    def _close_plain(self, outcome: Outcome) -> None:
+        """A request without a block is done as soon as vLLM is done with it."""
+        if outcome.plain:
+            self._closed.update(outcome.ids)
 
     def _step(self) -> Any:
         """One step of the engine, which in this process must not be left halfway."""
@@ -209,7 +256,10 @@ class Engine:
         for record in unpack(message["records"]) if message["records"] else ():
             if record.request_id in self._sequences:
                 outcome, index = self._sequences[record.request_id]
-                outcome.records[index] = record
+                if EDIT in record.extra:
+                    outcome.edits[index].append(record)
+                else:
+                    outcome.records[index] = record
 
     def close(self) -> None:
         """End the engine's processes and free what this one holds of it; twice is no error."""
@@ -223,3 +273,11 @@ class Engine:
         if torch.cuda.is_initialized():  # never by midstream, but by an engine in this process
             torch.cuda.empty_cache()
         discard(self._owner)
+
+
+def _load(params: Any, prompt: dict[str, Any], payload: Payload) -> None:
+    """Put what blocks need into a request, and keep its KV cache to itself."""
+    params.extra_args = {**(params.extra_args or {}), KEY: msgspec.msgpack.encode(payload)}
+    params.skip_reading_prefix_cache = True
+    salt = f"midstream-{os.urandom(8).hex()}"
+    prompt["cache_salt"] = f"{prompt['cache_salt']}-{salt}" if "cache_salt" in prompt else salt

@@ -18,7 +18,7 @@ class Request(msgspec.Struct):
     Attributes:
         prompt: the prompt in vLLM's form.
         settings: sampling settings, and `lora_request`.
-        block: the block, as `midstream.tracing.shipping.dumps` wrote it.
+        block: the block, as `midstream.tracing.shipping.dumps` wrote it; empty without one.
         keep: see ``wire.Payload``.
         where: the block's file and line, for messages.
     """

@@ -9,26 +9,34 @@ from midstream.modeling.vllm.payloads import BlockError
 
 
 def raise_failures(errors: Sequence[BlockError]) -> None:
-    """Raise for the blocks that failed, if any did.
+    """Raise for the blocks that failed, if any did, see ``failure``.
 
-    The text begins with the first failure's original type and message and holds every failure's
-    traceback; the cause is the first one's original where its type can be imported. Ctrl-C that met
-    a block in this process stays Ctrl-C.
+    Ctrl-C that met a block in this process stays Ctrl-C.
 
     Raises:
         InterventionError: a block failed.
     """
+    raised = failure(errors)
+    if raised is not None:
+        if isinstance(raised.__cause__, KeyboardInterrupt):
+            raise raised.__cause__
+        raise raised
+
+
+def failure(errors: Sequence[BlockError]) -> InterventionError | None:
+    """The exception for blocks that failed; None if none did.
+
+    The text begins with the first failure's original type and message and holds every failure's
+    traceback; the cause is the first one's original where its type can be imported.
+    """
     if not errors:
-        return
-    cause = errors[0].rebuild()
-    if isinstance(cause, KeyboardInterrupt):
-        raise cause
+        return None
     texts = [_text(error) for error in errors]
     if len(texts) > 1:
         texts[0] += f"\n\n{len(texts)} blocks of this trace failed. The others:"
     raised = InterventionError("\n\n".join(texts))
-    raised.__cause__ = cause
-    raise raised
+    raised.__cause__ = errors[0].rebuild()
+    return raised
 
 
 def _text(error: BlockError) -> str:

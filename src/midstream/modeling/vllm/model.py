@@ -8,23 +8,28 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
-from midstream.errors import CaptureError, PromptError, UnsupportedError
+from midstream.errors import CaptureError, PromptError, TransportError, UnsupportedError
 from midstream.interleaving.node import Node
+from midstream.interleaving.source import Operation, Source
 from midstream.modeling.vllm import arguments as args
 from midstream.modeling.vllm import bootstrap, meta, prompts
 from midstream.modeling.vllm.building import refuse_reimport
 from midstream.modeling.vllm.client import Engine, Outcome, Submission
 from midstream.modeling.vllm.data import Request, read
+from midstream.modeling.vllm.edits import Editable, EditRegistry
+from midstream.modeling.vllm.generate import Generating
 from midstream.modeling.vllm.locations import EngineModel
+from midstream.modeling.vllm.session import Session, Sessions
+from midstream.modeling.vllm.stored import Stored, Storing, no_objects
 from midstream.modeling.vllm.tokenizers import tokenizer_of
 from midstream.modeling.vllm.tracer import Tracer
-from midstream.modeling.vllm.wire import KEY, MODEL, NODE, TOKENIZER, TRACER, Payload
+from midstream.modeling.vllm.wire import KEY, MODEL, NODE, STORED, TOKENIZER, TRACER, Payload
 from midstream.tracing import Block
 
 _SPECIAL = 8  # tokens that a tokenizer may put around a text; the text has at most one a byte
 
 
-class VLLM(EngineModel):
+class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
     """A language model served by vLLM, whose forward passes can be read and edited.
 
     Without ``dispatch`` only the module tree and the tokenizer are made: no weights, no GPU. The
@@ -64,6 +69,8 @@ class VLLM(EngineModel):
         self.repo = str(repo)
         self._engine: Engine | None = None
         self._lock = threading.RLock()  # an engine runs one trace; other threads wait
+        self._session: Session | None = None
+        self._edits, self._stored = EditRegistry(self), no_objects()
         self._vllm = bootstrap.installed()
         bootstrap.refuse_old_runner()
         if dispatch:
@@ -109,9 +116,14 @@ class VLLM(EngineModel):
                 self._engine = Engine(self.repo, self._settings, self._vllm)
 
     def close(self) -> None:
-        """End the engine's processes and free its memory. The next trace builds a new engine."""
+        """End the engine's processes and free its memory. The next trace builds a new engine.
+
+        What was installed in the engine ends with it.
+        """
         with self._lock:
             engine, self._engine = self._engine, None
+            self._edits.forget()
+            self._stored = no_objects()
             if engine is not None:
                 engine.close()
 
@@ -153,7 +165,8 @@ class VLLM(EngineModel):
             block: a function ``block(model, tracer)`` to run in place of a `with` body.
             run: False captures only, for ``tracer.to_bytes()``; no engine is needed.
             settings: vLLM's sampling settings (`temperature`, `max_tokens` or `max_new_tokens`,
-                `seed`, ...), and `lora_request`.
+                `seed`, ...), `lora_request`, and `edits`: names of the installed edits to run
+                beside those without a name; all run without it.
 
         Returns:
             The tracer: a context manager whose body is the block, or, with ``block``, done.
@@ -161,9 +174,12 @@ class VLLM(EngineModel):
         Raises:
             PromptError: not exactly one prompt, or one longer than a step.
             TypeError: an unknown setting.
-            InterventionError: the block failed (at the end of the `with`).
+            ValueError: no installed edit has one of the names.
+            InterventionError: the block, or an edit, failed (at the end of the `with`).
         """
         args.check_settings(settings)
+        if run:
+            self._edits.chosen(settings.get("edits"))
         if prompt is None and block is not None:
             raise PromptError("trace(block=...) needs a prompt.")
         checked = None if prompt is None else self._prompt(prompt, more)
@@ -194,19 +210,60 @@ class VLLM(EngineModel):
         return tracer
 
     def _submit(self, requests: Sequence[Request]) -> list[Outcome]:
-        """Run requests with their blocks, together."""
-        submissions = [_submission(request) for request in requests]
+        """Run requests together, each with its block if it has one."""
         with self._lock:
+            submissions = [self._submission(request) for request in requests]
             self.dispatch()
             engine = self._engine
             assert engine is not None
             for submission in submissions:
-                self._check_length(submission.prompt)
+                if submission.payload is not None:
+                    self._check_length(submission.prompt)
             try:
                 return engine.run(submissions)
             finally:
                 if engine.broken:
                     self.close()
+                self._edits.send()
+
+    def _submission(self, request: Request) -> Submission:
+        settings = dict(request.settings)
+        lora, names = settings.pop("lora_request", None), settings.pop("edits", None)
+        payload = Payload(request.block, request.keep, self._edits.chosen(names))
+        runs_blocks = payload.block or payload.edits
+        params = args.sampling(settings)
+        return Submission(request.prompt, params, payload if runs_blocks else None, lora)
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every worker, as soon as no other thread runs requests."""
+        with self._lock:
+            self.dispatch()
+            engine = self._engine
+            assert engine is not None
+            try:
+                return engine.call(method, *arguments)
+            finally:
+                if engine.broken:
+                    self.close()
+
+    def _install(self, method: str, *arguments: Any) -> None:
+        """Install something in every worker.
+
+        Raises:
+            TransportError: a worker could not take it in.
+        """
+        for problem in self._call(method, *arguments):
+            if problem:
+                raise TransportError(problem)
+
+    def _when_idle(self, act: Callable[[], None]) -> None:
+        """Do something with the engine, unless it runs requests, which do it at their end."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._engine is not None and not self._engine.running:
+                    act()
+            finally:
+                self._lock.release()
 
     def _check_length(self, prompt: Mapping[str, Any]) -> None:
         """Refuse a prompt that does not fit one step: a block has to see it whole."""
@@ -226,25 +283,20 @@ class VLLM(EngineModel):
         """The name under which the engine has an object of this model; None for all others."""
         if value is self:
             return MODEL
-        if isinstance(value, Node):
+        if isinstance(value, Node | Source | Operation):
             if value._tree is self._tree:
                 return f"{NODE}:{value.path}"
             raise CaptureError(f"The block uses '{value.path}' of another model than it traces.")
         if isinstance(value, Tracer):
             return TRACER
+        if isinstance(value, Stored):
+            return f"{STORED}:{value._reference(self)}"
         if value is self._tokenizer and value is not None:
             return TOKENIZER
         return None
 
     def __reduce__(self) -> Any:
         raise TypeError("A VLLM cannot be pickled. Inside its own trace it can be used by name.")
-
-
-def _submission(request: Request) -> Submission:
-    settings = dict(request.settings)
-    lora = settings.pop("lora_request", None)
-    payload = Payload(request.block, request.keep)
-    return Submission(request.prompt, args.sampling(settings), payload, lora)
 
 
 def _with_rename(engine: Mapping[str, Any], rename: Mapping[str, Any] | None) -> dict[str, Any]:

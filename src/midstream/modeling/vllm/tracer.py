@@ -14,11 +14,13 @@ from midstream.errors import (
     PromptError,
     UnsupportedError,
 )
+from midstream.interleaving.caches import Cache  # its class has to be loaded when one comes home
 from midstream.modeling.vllm.arguments import check_settings
 from midstream.modeling.vllm.data import Request, write
 from midstream.modeling.vllm.failures import raise_failures
 from midstream.modeling.vllm.invoke import Invoke
 from midstream.modeling.vllm.merging import merge
+from midstream.modeling.vllm.outputs import attach_edits
 from midstream.tracing import Block, Capture, Execution, bind, forget_skip
 from midstream.tracing.shipping import dumps
 
@@ -37,7 +39,7 @@ class Tracer:
         saves: the saved values by name.
         result: vLLM's finished `RequestOutput` (text, token ids, finish reason), a list of them in
             the order of the invokes if there are several; None before the trace has run and for a
-            request that was aborted.
+            request that was aborted. Where installed edits ran, its ``saves`` has their values.
     """
 
     def __init__(
@@ -99,8 +101,8 @@ class Tracer:
 
         Args:
             prompt: as in ``VLLM.trace``.
-            settings: this request's sampling settings and `lora_request`; what they leave out is
-                taken from the trace's.
+            settings: this request's sampling settings, `lora_request` and `edits`; what they leave
+                out is taken from the trace's.
 
         Returns:
             A context manager whose body is the request's block.
@@ -117,6 +119,8 @@ class Tracer:
             )
         checked = None if prompt is None else self._model._prompt(prompt, more)
         check_settings(settings)
+        if self._run:
+            self._model._edits.chosen(settings.get("edits"))
         return Invoke(self, checked, settings)
 
     def _collect(self, block: Block) -> dict[str, Any]:
@@ -143,7 +147,12 @@ class Tracer:
 
     def _add(self, prompt: dict[str, Any], settings: Mapping[str, Any], block: Block) -> None:
         """Take one request in, in the order of submission."""
+        session = self._model._own_session
+        if session is not None:
+            session._check(block)
         written = dumps(block, self._model._reference)
+        if session is not None:
+            session._note(block)
         code = block.code or block.listing
         where = f"{code.filename}, line {code.first_line}" if code is not None else "a function"
         merged = {**self._settings, **settings}
@@ -165,13 +174,17 @@ class Tracer:
         except EngineDeadError as dead:
             where = "; ".join(dict.fromkeys(request.where for request in self._requests))
             raise EngineDeadError(f"{dead} The block that ran: {where}.") from dead.__cause__
+        finally:
+            if self._model._own_session is not None:
+                self._model._own_session._finish_trace()
         results = [outcome.output for outcome in outcomes]
         self.result = results[0] if self._prompt is not None or len(results) == 1 else results
         records = [record for outcome in outcomes for record in outcome.records if record]
         self.saves = merge([record.saves for record in records], shared)
         for warning in (warning for record in records for warning in record.warnings):
             warning.emit()
-        raise_failures([record.error for record in records if record.error is not None])
+        failed = [record.error for record in records if record.error is not None]
+        raise_failures([*attach_edits(outcomes), *failed])
 
     @property
     def iter(self) -> NoReturn:
@@ -181,6 +194,10 @@ class Tracer:
     def all(self) -> NoReturn:
         """All steps of the request, inside the block: ``for step in tracer.all()``."""
         raise NotInTraceError("`tracer.all()` exists only inside the block.")
+
+    def cache(self, *args: Any, **keywords: Any) -> Cache:
+        """Record modules, inside the block."""
+        raise NotInTraceError("`tracer.cache()` exists only inside the block.")
 
     def stop(self) -> NoReturn:
         """End the request, inside the block."""

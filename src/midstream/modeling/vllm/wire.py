@@ -9,13 +9,16 @@ class Payload(msgspec.Struct, array_like=True):
     """What one request brings to the engine.
 
     Attributes:
-        block: the block, as `midstream.tracing.shipping.dumps` wrote it.
+        block: the block, as `midstream.tracing.shipping.dumps` wrote it; empty for a request that
+            runs installed edits only.
         keep: names that come back though the block does not save them: containers of the trace
             that all its requests fill.
+        edits: numbers of the installed edits that run beside the request, chosen by the client.
     """
 
-    block: bytes
+    block: bytes = b""
     keep: list[str] = []
+    edits: list[int] = []
 
 
 KEY = "midstream"
@@ -25,6 +28,9 @@ the modules' further names in the engine's `additional_config`."""
 RECORDS = "midstream-records"
 """Request id of the one extra output a step carries when blocks have closed in it."""
 
+EDIT = "edit"
+"""In a record's `extra`: number of the installed edit that the record is of."""
+
 FAILED, STOPPED, STOPPED_BEFORE_TOKEN = "failed", "stopped", "stopped-before-token"
 """How a block ended its request; before its token was drawn, the step's token is dropped."""
 
@@ -33,3 +39,6 @@ STOP_REASON = "tracer.stop"
 
 MODEL, TRACER, TOKENIZER, NODE = "model", "tracer", "tokenizer", "node"
 """References by which a block names the model's own objects; `node:<path>` is a module."""
+
+STORED = "stored"
+"""`stored:<name>` is what a client has put into the engine."""

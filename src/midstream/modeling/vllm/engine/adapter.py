@@ -8,7 +8,7 @@ without an active block runs vLLM's code as it stands: no hook, no copy, no bran
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from midstream.errors import MidstreamError
 from midstream.interleaving.events import Rows
-from midstream.interleaving.locations import LOGITS, SAMPLES, Location
+from midstream.interleaving.locations import LOGITS, SAMPLES
 from midstream.interleaving.run import Run
 from midstream.modeling.vllm.engine.host import BlockHost
 from midstream.modeling.vllm.engine.indices import index_limit
@@ -28,8 +28,6 @@ from midstream.modeling.vllm.engine.kernels import EagerKernels
 from midstream.modeling.vllm.payloads import Record, pack
 from midstream.modeling.vllm.tokenizers import tokenizer_of
 from midstream.modeling.vllm.wire import KEY
-
-_ROOT_INPUT, _ROOT_OUTPUT = Location("", "input"), Location("", "output")
 
 
 class BlockRunner:
@@ -58,14 +56,24 @@ class BlockRunner:
             lambda: tokenizer_of(self.model_config),
             rename,
             limit=index_limit(self._vocabulary, int(self.model_config.max_model_len)),
+            stateful=self._stateful_layers(),
         )
         self._kernels = EagerKernels(self.model, self.vllm_config)
-        self._active: dict[str, Run] = {}
+        self._active: dict[str, list[Run]] = {}
         self._eager = False
         self._runs_ahead = bool(self.vllm_config.scheduler_config.async_scheduling)
         self._rows: dict[Run, Rows] = {}
         self._sizes: tuple[int, ...] = ()
         self._closed: list[Record] = []
+
+    def _stateful_layers(self) -> Iterable[Any]:
+        """The layers that have to run: with a cache, a state, or a part in a collective.
+
+        vLLM's kernels find the first two by name. Of several ranks, any layer may wait for others.
+        """
+        if self.vllm_config.parallel_config.world_size > 1:
+            return self.model.modules()  # type: ignore[no-any-return]
+        return self.vllm_config.compilation_config.static_forward_context.values()  # type: ignore[no-any-return]
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Set up the cache and the graph manager, whose dispatch then knows of active blocks."""
@@ -140,7 +148,9 @@ class BlockRunner:
         may be in the step that should not be. Only blocks that go on pay for the look.
         """
         rows = dict(zip(batch.req_ids, batch.idx_mapping_np, strict=True))
-        asked = [i for i, run in self._active.items() if run.visit and self.blocks.ending_ids(i)]
+        asked = [
+            i for i, runs in self._active.items() if runs[0].visit and self.blocks.ending_ids(i)
+        ]
         if not asked:
             return
         places = torch.as_tensor([int(rows[i]) for i in asked], device=self.device)
@@ -158,11 +168,11 @@ class BlockRunner:
         for request_id, seen in zip(
             batch.req_ids, batch.num_computed_prefill_tokens_np, strict=True
         ):
-            run = self._active.get(request_id)
-            if run is not None and not run.visit and seen:
-                run.fail(_split(int(seen)))
+            for run in self._active.get(request_id, ()) if seen else ():
+                if not run.visit:
+                    run.fail(_split(int(seen)))
         interleaver = self.blocks.interleaver
-        interleaver.begin_step(list(self._active.values()))
+        interleaver.begin_step([run for runs in self._active.values() for run in runs])
         self._eager = interleaver.wants_modules
         if self._eager:
             self.model.forward = self._with_blocks(self.model.forward)
@@ -179,12 +189,13 @@ class BlockRunner:
         starts = batch.query_start_loc_np
         self._rows = {}
         for index, request_id in enumerate(batch.req_ids):
-            run = self._active.get(request_id)
-            if run is None:
+            runs = self._active.get(request_id)
+            if runs is None:
                 continue
             start, stop = int(starts[index]), int(starts[index + 1])
             # after a preemption earlier tokens are run again, for nobody to see
-            self._rows[run] = Rows(stop - 1 if run.visit else start, stop)
+            rows = Rows(stop - 1 if runs[0].visit else start, stop)
+            self._rows.update(dict.fromkeys(runs, rows))
         self._sizes = (batch.num_tokens, batch.num_tokens_after_padding)
 
     def _with_blocks(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,9 +205,10 @@ class BlockRunner:
             get_forward_context().skip_compiled = True  # read when a compiled module is called
             interleaver = self.blocks.interleaver
             with interleaver.phase(self._rows, self._sizes), self._kernels():
-                args, kwargs = interleaver.hand_over(_ROOT_INPUT, (args, kwargs))
-                return interleaver.hand_over(_ROOT_OUTPUT, forward(*args, **kwargs))
+                args, kwargs = interleaver.enter("", (args, kwargs))
+                return interleaver.leave("", interleaver.call("", forward, args, kwargs))
 
+        traced.__dict__["__wrapped__"] = forward  # for who looks for the forward's source
         return traced
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
@@ -218,9 +230,9 @@ class BlockRunner:
     def _head(self, request_ids: list[str]) -> Iterator[None]:
         """The model's head and the sampler, on the instances, with hand-overs behind them."""
         rows = {
-            self._active[request_id]: Rows(index, index + 1)
+            run: Rows(index, index + 1)
             for index, request_id in enumerate(request_ids)
-            if request_id in self._active
+            for run in self._active.get(request_id, ())
         }
         sizes = (len(request_ids),)
         self.model.compute_logits = self._logits(self.model.compute_logits, rows, sizes)

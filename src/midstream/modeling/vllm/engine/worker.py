@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from midstream.errors import EngineBuildError
 from midstream.modeling.vllm.engine import process
 from midstream.modeling.vllm.engine.adapter import BlockRunner
+from midstream.modeling.vllm.engine.edits import InstalledEdit, problem_of
 
 
 class BlockWorkerMixin:
@@ -32,6 +33,34 @@ class BlockWorkerMixin:
     def midstream_live(self) -> int:
         """How many blocks this rank holds."""
         return len(self.model_runner.blocks)
+
+    def midstream_edits(self) -> int:
+        """How many edits this rank holds for later requests."""
+        return len(self.model_runner.blocks.edits)
+
+    def midstream_install_edit(self, edit_id: int, label: str, block: bytes) -> str:
+        """Install an edit, see ``InstalledEdits``; returns what is wrong with it, if anything."""
+        blocks = self.model_runner.blocks
+        edit = InstalledEdit(edit_id, label, block)
+        return problem_of(lambda: blocks.edits.install(edit, blocks.resolve))
+
+    def midstream_clear_edits(self, edit_ids: list[int]) -> None:
+        """Forget edits; requests that run keep theirs."""
+        self.model_runner.blocks.edits.clear(edit_ids)
+
+    def midstream_put(self, name: str, data: bytes) -> str:
+        """Keep an object for blocks, see ``Store``; returns what is wrong with it, if anything."""
+        runner = self.model_runner
+        store, resolve = runner.blocks.stored, runner.blocks.resolve
+        return problem_of(lambda: store.put(name, data, runner.device, resolve))
+
+    def midstream_remove(self, name: str) -> None:
+        """Forget an object; requests that run keep theirs."""
+        self.model_runner.blocks.stored.remove(name)
+
+    def midstream_stored(self) -> list[str]:
+        """Names of the objects this rank keeps."""
+        return list(self.model_runner.blocks.stored.objects)
 
 
 def refuse_other_runner(runner: object, expected: type) -> None:

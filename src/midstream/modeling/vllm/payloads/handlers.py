@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import torch
 
+from midstream.modeling.vllm.engine.readonly import ReadOnlyTensor
 from midstream.modeling.vllm.payloads import nodes
 from midstream.modeling.vllm.payloads.arrays import dtype_text
 from midstream.modeling.vllm.payloads.lookup import class_name
@@ -243,6 +244,7 @@ _HANDLERS: dict[type, Handler] = {
         "timedelta", lambda value: (value.days, value.seconds, value.microseconds)
     ),
     torch.Tensor: _tensor,
+    ReadOnlyTensor: _tensor,
     torch.Size: _parts("size", tuple),
     torch.dtype: _parts("dtype", lambda value: (nodes.DTYPE_NAMES[value],)),
     torch.device: _parts("device", lambda value: (str(value),)),

@@ -1,0 +1,156 @@
+"""Recording a request's rows of many modules into a cache, beside whatever blocks do."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from midstream.interleaving.caches import Cache
+from midstream.interleaving.events import Rows, counting_edits, cut, row_axis
+from midstream.interleaving.locations import Location
+from midstream.interleaving.node import Node, Tree
+from midstream.interleaving.structure import flatten
+
+if TYPE_CHECKING:
+    from midstream.interleaving.run import Run
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a cache records, and in what form.
+
+    Attributes:
+        paths: the modules.
+        sides: "input" and "output", or one of them.
+        device: where values are kept; None leaves them where they are.
+        dtype: what floating-point values are converted to; None leaves them as they are.
+        non_blocking: copy to the CPU beside the forward, into page-locked memory.
+    """
+
+    paths: tuple[str, ...]
+    sides: frozenset[str]
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    non_blocking: bool = False
+
+
+def open_cache(run: Run, tree: Tree, modules: Any, wanted: dict[str, Any]) -> Cache:
+    """Begin to record for a block, in this step and all later ones of its request.
+
+    Args:
+        modules: nodes or paths, one or several; None for all.
+        wanted: the other fields of ``Wanted``.
+
+    Raises:
+        ValueError: the block has met the forward already, or a module is not in the model.
+    """
+    interleaver = run.interleaver
+    if run.marks is not None or interleaver is None or not interleaver.in_step:
+        where = f" (line {run.marks.line} has)" if run.marks is not None else ""
+        raise ValueError(
+            "`tracer.cache()` has to be opened before the block reads or writes anything"
+            f"{where}: what the model has passed cannot be recorded any more."
+        )
+    paths = _paths(tree, modules)
+    cache = Cache(aliases=_aliases(tree, paths))
+    run.recorders.append(Recorder(cache, Wanted(tuple(paths), **wanted)))
+    return cache
+
+
+def _paths(tree: Tree, modules: Any) -> list[str]:
+    if modules is None:
+        return list(tree.nodes)
+    several = [modules] if isinstance(modules, str | Node) else list(modules)
+    return list(dict.fromkeys(_path(tree, module) for module in several))
+
+
+def _path(tree: Tree, module: Any) -> str:
+    if isinstance(module, Node):
+        return module.path
+    if not isinstance(module, str):
+        raise TypeError(
+            "`tracer.cache(modules=...)` takes modules and their paths; "
+            f"got {type(module).__name__}."
+        )
+    for path in (module, module.removeprefix("model.")):
+        try:
+            node = tree.root.get(path)
+        except (AttributeError, IndexError, KeyError):
+            continue
+        if isinstance(node, Node):
+            return node.path
+    raise ValueError(f"`tracer.cache()`: the model has no module '{module}'.")
+
+
+def _aliases(tree: Tree, paths: Iterable[str]) -> dict[str, str]:
+    """Names, other than their own path, of the modules and of those around them."""
+    around = {".".join(parts[:n]) for parts in (p.split(".") for p in paths) for n in range(99)}
+    named = (
+        (f"{parent.path}.{name}".strip("."), node.path)
+        for parent in tree.nodes.values()
+        for name, node in [*parent._aliases.items(), *parent._children.items()]
+        if node.path in around
+    )
+    return {name: path for name, path in named if name != path}
+
+
+class Recorder:
+    """Fills one cache, for as long as the block, or its caller, can still read it."""
+
+    def __init__(self, cache: Cache, wanted: Wanted):
+        self._cache, self._wanted = weakref.ref(cache), wanted
+        self._pending = False
+        if wanted.non_blocking:
+            cache._settle = self.settle  # type: ignore[assignment]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The modules it records."""
+        return self._wanted.paths
+
+    @property
+    def open(self) -> bool:
+        """Whether somebody holds the cache."""
+        return self._cache() is not None
+
+    def take(self, location: Location, value: Any, rows: Rows, sizes: Sequence[int]) -> None:
+        """Keep a copy of one request's rows.
+
+        Args:
+            value: what the module was called with (``(args, kwargs)``) or returned.
+            sizes: lengths along which a tensor counts as one row a token.
+        """
+        cache = self._cache()
+        if cache is None or location.side not in self._wanted.sides:
+            return
+        leaves, build = flatten(value)
+        kept = build([self._kept(leaf, rows, sizes) for leaf in leaves])
+        side = "inputs" if location.side == "input" else location.side
+        cache.visits.setdefault(location.path, {}).setdefault(side, []).append(kept)
+
+    def _kept(self, leaf: Any, rows: Rows, sizes: Sequence[int]) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf if isinstance(leaf, _PLAIN) else None
+        wanted = self._wanted
+        own = cut(leaf, row_axis(leaf, sizes), rows.start, rows.stop).detach()
+        beside = wanted.non_blocking and own.is_cuda
+        self._pending |= beside
+        with counting_edits():
+            return own.to(
+                device=wanted.device or own.device,
+                dtype=wanted.dtype if wanted.dtype and own.is_floating_point() else own.dtype,
+                non_blocking=beside,
+                copy=True,
+            )
+
+    def settle(self) -> None:
+        """Wait for copies that are under way."""
+        if self._pending:
+            torch.cuda.synchronize()
+            self._pending = False

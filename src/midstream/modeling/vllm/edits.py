@@ -1,0 +1,199 @@
+"""Engine-wide edits: blocks that are installed once and run beside later requests."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from midstream.modeling.vllm.tracer import Tracer
+from midstream.tracing import Block, Capture, forget_skip
+from midstream.tracing.shipping import dumps
+
+if TYPE_CHECKING:
+    from midstream.modeling.vllm.model import VLLM
+
+Choice = Sequence[str] | None
+"""Names of edits that a request asks for; None for all there are."""
+
+
+class Edit:
+    """An edit of the engine, as ``VLLM.edit`` gives it.
+
+    As a context manager it captures the body of its `with` statement and installs it when the body
+    ends: ``with model.edit() as (tracer, edit):``.
+
+    Attributes:
+        id: its number in the engine, None until it is installed.
+        name: what requests choose it by; None for one that always applies.
+    """
+
+    def __init__(self, model: VLLM, name: str | None):
+        self._model, self.name = model, name
+        self.id: int | None = None
+        self._installed = False
+        self._capture: Capture | None = None
+
+    @property
+    def cleared(self) -> bool:
+        """Whether it was installed and no longer is: cleared, or its engine is closed."""
+        return self.id is not None and not self._installed
+
+    def clear(self) -> None:
+        """Take the edit out of the engine; twice is no error.
+
+        Requests that already run keep it until they end.
+        """
+        self._model._edits.clear([self])
+
+    def __enter__(self) -> tuple[Tracer, Edit]:
+        self._capture = Capture.begin(sys._getframe(1), "model.edit")
+        return Tracer(self._model, None, {}, run=False), self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        capture, self._capture = self._capture, None
+        assert capture is not None
+        block = capture.finish(kind, error)
+        if block is None:
+            return False
+        try:
+            self._model._edits.install(self, block)
+        except BaseException as raised:
+            forget_skip(raised)
+            raise
+        return True
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an edit cannot be used inside a block: install and clear it outside")
+
+    def __repr__(self) -> str:
+        state = "cleared" if self.cleared else "installed" if self._installed else "not installed"
+        return f"Edit(id={self.id}, name={self.name!r}, {state})"
+
+
+class EditRegistry:
+    """The edits of one model's engine, in the order of installation."""
+
+    def __init__(self, model: VLLM):
+        self._model = model
+        self._ids = itertools.count()
+        self._unsent: list[int] = []  # cleared here, not yet in the engine
+        self.installed: list[Edit] = []
+
+    def install(self, edit: Edit, block: Block) -> None:
+        """Install a captured block in the engine, on all its ranks.
+
+        Raises:
+            TransportError: a value cannot travel, or cannot be rebuilt in the engine.
+        """
+        written = dumps(block, self._model._reference)
+        edit_id = next(self._ids)
+        label = f"'{edit.name}'" if edit.name is not None else f"number {edit_id}"
+        with self._model._lock:  # until it is known here, nothing may close the engine
+            self._model._install("midstream_install_edit", edit_id, label, written)
+            edit.id, edit._installed = edit_id, True
+            self.installed.append(edit)
+
+    def clear(self, edits: Sequence[Edit]) -> None:
+        """Take edits out; no request that is submitted from now on runs them.
+
+        The engine is told when nothing runs in it, so this never waits for other threads' requests.
+        """
+        for edit in [edit for edit in edits if edit in self.installed]:
+            self.installed.remove(edit)
+            edit._installed = False
+            assert edit.id is not None
+            self._unsent.append(edit.id)
+        self._model._when_idle(self.send)
+
+    def send(self) -> None:
+        """Tell the engine what has been cleared."""
+        ids, self._unsent = self._unsent, []
+        if ids:
+            self._model._call("midstream_clear_edits", ids)
+
+    def forget(self) -> None:
+        """All edits end with their engine."""
+        for edit in self.installed:
+            edit._installed = False
+        self.installed.clear()
+        self._unsent.clear()
+
+    def chosen(self, names: Choice) -> list[int]:
+        """Numbers of the edits that apply to a request.
+
+        Args:
+            names: the named edits it asks for, beside all that have no name; None for all.
+
+        Raises:
+            ValueError: no edit has one of the names.
+        """
+        known = [edit.name for edit in self.installed if edit.name is not None]
+        for name in names or ():
+            if name not in known:
+                there = ", ".join(map(repr, dict.fromkeys(known))) or "none"
+                raise ValueError(f"edits: no edit is called '{name}'. Installed by name: {there}.")
+        return [
+            edit.id
+            for edit in tuple(self.installed)
+            if edit.id is not None and (names is None or edit.name is None or edit.name in names)
+        ]
+
+
+class Editable:
+    """What a `VLLM` does with edits."""
+
+    _edits: EditRegistry
+
+    @property
+    def edits(self) -> tuple[Edit, ...]:
+        """The edits that are installed, in the order of installation."""
+        return tuple(self._edits.installed)
+
+    def edit(
+        self,
+        *,
+        name: str | None = None,
+        inplace: bool = True,
+        block: Callable[..., Any] | None = None,
+    ) -> Edit:
+        """Install a block in the engine, to run beside every later request that it applies to.
+
+        ``with model.edit(name="calm") as (tracer, edit):`` installs its body when it ends. Builds
+        the engine if it is not up. What is installed ends with the engine.
+
+        Args:
+            name: lets requests choose the edit: ``edits=["calm"]``. Several may share one.
+            inplace: True; there is no copy of an engine to edit.
+            block: a function ``block(model, tracer)`` to install in place of a `with` body.
+
+        Returns:
+            The edit: a context manager, or, with ``block``, installed.
+
+        Raises:
+            TypeError: the name is no text.
+            ValueError: ``inplace=False``.
+            TransportError: a value that the block uses cannot travel to the engine.
+        """
+        if not inplace:
+            raise ValueError(
+                "edit(inplace=False): there is no copy of the engine's model to edit. Install the "
+                "edit under a name and choose it per request with `edits=[...]`."
+            )
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"An edit's name is text; got {type(name).__name__}.")
+        edit = Edit(self._edits._model, name)
+        if block is not None:
+            self._edits.install(edit, Block(function=block))
+        return edit
+
+    def clear_edits(self) -> None:
+        """Take all edits out of the engine, see ``Edit.clear``."""
+        self._edits.clear(self.edits)

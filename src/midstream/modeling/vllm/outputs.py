@@ -1,0 +1,65 @@
+"""What installed edits leave behind, on vLLM's outputs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from midstream.errors import InterventionError, MidstreamWarning
+from midstream.modeling.vllm.client import Outcome
+from midstream.modeling.vllm.failures import failure
+from midstream.modeling.vllm.merging import merge
+from midstream.modeling.vllm.payloads import BlockError, Record
+
+
+def attach_edits(outcomes: Sequence[Outcome]) -> list[BlockError]:
+    """Put what edits saved, and why one failed, on the outputs of their requests.
+
+    An output whose request ran edits gets ``saves``, their values by name (of two edits' values
+    under one name the later installed one's; with several sequences a list of theirs), and
+    ``edit_error``, an `InterventionError` or None. Each completion has its own ``saves``.
+
+    Returns:
+        The edits' errors.
+    """
+    errors: list[BlockError] = []
+    for outcome in outcomes:
+        if not outcome.edited:
+            continue
+        found = [_sequence(records) for records in outcome.edits]
+        met = [record.error for records in outcome.edits for record in records if record.error]
+        errors += met
+        _warn([record for records in outcome.edits for record in records])
+        if outcome.output is not None:
+            for completion in outcome.output.outputs:
+                completion.saves = found[completion.index]
+            outcome.output.saves = merge(found, {})
+            outcome.output.edit_error = failure(met)
+    return errors
+
+
+def _sequence(records: Sequence[Record]) -> Mapping[str, Any]:
+    return {name: value for record in records for name, value in record.saves.items()}
+
+
+def _warn(records: Sequence[Record]) -> None:
+    for warning in (warning for record in records for warning in record.warnings):
+        warning.emit()
+
+
+def warn_of_failures(outcomes: Sequence[Outcome], stacklevel: int) -> None:
+    """Warn that edits failed beside plain requests, which go on without them."""
+    failed: list[InterventionError] = [
+        outcome.output.edit_error
+        for outcome in outcomes
+        if outcome.output is not None and getattr(outcome.output, "edit_error", None)
+    ]
+    if failed:
+        text = str(failed[0]).partition("\n")[0]
+        warnings.warn(
+            f"An installed edit failed in {len(failed)} of {len(outcomes)} requests; they went on "
+            f"without it. The first error (see `output.edit_error`): {text}",
+            MidstreamWarning,
+            stacklevel=stacklevel,
+        )
