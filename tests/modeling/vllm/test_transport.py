@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from midstream.errors import CaptureError, InterventionError, TransportError
+from midstream.modeling.vllm.wire import KEY
 from tests.support.checkpoints import A
 
 SETTINGS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4}
@@ -82,6 +83,27 @@ def test_what_travels_with_a_block(serving: Any) -> None:
     assert sizes[0] < 2000  # the tree alone would be many times that
     assert row.nbytes <= sizes[1] - sizes[0] < 4 * row.nbytes
     assert sizes[2] > table.nbytes
+
+
+def test_an_edit_is_sent_once(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that run an installed edit carry its number, not its code and tensors (C91)."""
+    table, sent = torch.zeros(1000, 128), []
+    core = serving.vllm_entrypoint.llm_engine
+    submit = core.add_request
+
+    def add_request(name: str, prompt: Any, params: Any, **others: Any) -> Any:
+        sent.append(len(params.extra_args[KEY]))
+        return submit(name, prompt, params, **others)
+
+    with serving.edit() as (_, edit):
+        row = serving.model.layers[1].output[0][0] + table[7]
+        row.save()
+    monkeypatch.setattr(core, "add_request", add_request)
+    outputs = serving.generate([A, A], **SETTINGS)
+    edit.clear()
+    assert [output.saves["row"].shape for output in outputs] == [(128,), (128,)]
+    assert len(sent) == 2
+    assert max(sent) < 100 < table.nbytes
 
 
 def test_value_that_fails_to_rebuild_in_the_engine(serving: Any) -> None:
