@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.sampling_params import StructuredOutputsParams
 
 from midstream.errors import InterventionError
-from tests.modeling.vllm.conftest import place
-from tests.support.checkpoints import EOS, A
+from tests.modeling.vllm.conftest import Neighbour, place, plain_tokens
+from tests.support.checkpoints import EOS, A, B
 from tests.support.oracle import (
     Oracle,
 )
@@ -63,3 +64,20 @@ def test_forced_token_outside_the_vocabulary(serving: Any) -> None:
         with refused as failure, serving.trace(A, **GREEDY):
             serving.samples[:] = token  # in place
         assert place(__file__, "in place") in str(failure.value)
+
+
+def test_forced_token_that_the_grammar_refuses(serving: Any) -> None:
+    """It is this request's ValueError, at its line; one that the grammar takes is taken (O6)."""
+    choice = StructuredOutputsParams(choice=["t5", "t6"])
+    settings = {"temperature": 0.0, "max_tokens": 1, "structured_outputs": choice}
+    other = Neighbour(serving, B, max_tokens=6)
+    refused = r"ValueError: model\.samples was given token id 9, which the request's grammar"
+    with pytest.raises(InterventionError, match=refused) as failure:
+        with serving.trace(A, **settings):
+            serving.samples = torch.tensor([[9]])  # refused
+    assert place(__file__, "refused") in str(failure.value)
+    assert other.tokens() == plain_tokens(serving, B, max_tokens=6)
+    for token in (5, 6):
+        with serving.trace(A, **settings) as tracer:
+            serving.samples[:] = token
+        assert list(tracer.result.outputs[0].token_ids) == [token]
