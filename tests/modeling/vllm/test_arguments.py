@@ -49,7 +49,7 @@ def path(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_what_blocks_cannot_work_with(path: str, argument: str, value: Any) -> None:
     """It is refused at construction, also without an engine, with the argument's name.
 
-    (O21, G6, G7, G8, case 22).
+    (O3, O21, G6, G7, G8, case 22).
     """
     with pytest.raises(UnsupportedError, match=argument) as failure:
         VLLM(path, **{argument: value})
@@ -278,7 +278,15 @@ def test_requests_keep_what_the_user_set(llama: Any, monkeypatch: pytest.MonkeyP
     settings = {"extra_args": mine, "seed": 7, "max_tokens": 1, "lora_request": adapter}
     with llama.trace({"prompt_token_ids": A, "cache_salt": "mine"}, **settings):
         logits = llama.logits.save()
-    ((prompt, params, lora_request),) = seen
+    with llama.trace(max_tokens=1, lora_request=adapter) as tracer:
+        with tracer.invoke(A):
+            pass
+        with tracer.invoke(A, lora_request=None, extra_args=mine):
+            pass
+    (prompt, params, lora_request), first, second = seen
+    assert first[2] is adapter
+    assert second[2] is None
+    assert second[1].extra_args["priority"] == "low"
     assert params.extra_args["priority"] == "low"
     assert params.seed == 7
     assert lora_request is adapter
