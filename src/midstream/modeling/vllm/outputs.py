@@ -10,42 +10,35 @@ from midstream.errors import InterventionError, MidstreamWarning
 from midstream.modeling.vllm.client import Outcome
 from midstream.modeling.vllm.failures import failure
 from midstream.modeling.vllm.merging import merge
-from midstream.modeling.vllm.payloads import BlockError, Record
+from midstream.modeling.vllm.payloads import Record
 
 
-def attach_edits(outcomes: Sequence[Outcome]) -> list[BlockError]:
+def attach_edits(outcomes: Sequence[Outcome]) -> None:
     """Put what edits saved, and why one failed, on the outputs of their requests.
 
     An output whose request ran edits gets ``saves``, their values by name (of two edits' values
     under one name the later installed one's; with several sequences a list of theirs), and
     ``edit_error``, an `InterventionError` or None. Each completion has its own ``saves``.
-
-    Returns:
-        The edits' errors.
     """
-    errors: list[BlockError] = []
     for outcome in outcomes:
         if not outcome.edited:
             continue
         found = [_sequence(records) for records in outcome.edits]
         met = [record.error for records in outcome.edits for record in records if record.error]
-        errors += met
-        _warn([record for records in outcome.edits for record in records])
         if outcome.output is not None:
             for completion in outcome.output.outputs:
                 completion.saves = found[completion.index]
             outcome.output.saves = merge(found, {})
             outcome.output.edit_error = failure(met)
-    return errors
 
 
 def _sequence(records: Sequence[Record]) -> Mapping[str, Any]:
     return {name: value for record in records for name, value in record.saves.items()}
 
 
-def _warn(records: Sequence[Record]) -> None:
-    for warning in (warning for record in records for warning in record.warnings):
-        warning.emit()
+def edit_records(outcomes: Sequence[Outcome]) -> list[Record]:
+    """What the edits of some requests left, one after the other."""
+    return [record for outcome in outcomes for records in outcome.edits for record in records]
 
 
 def warn_of_failures(outcomes: Sequence[Outcome], stacklevel: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -9,20 +10,24 @@ from typing import Any, NoReturn
 import msgspec
 import torch
 
-from midstream.errors import MidstreamError, UnsupportedError
+from midstream.errors import LimitExceededError, MidstreamError, UnsupportedError
 from midstream.interleaving.caches import Cache
 from midstream.interleaving.indices import Limit
 from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.node import Tree
+from midstream.interleaving.printing import Notice
 from midstream.interleaving.recording import open_cache
-from midstream.interleaving.run import Notice, Run, current_run
+from midstream.interleaving.run import Run, current_run
+from midstream.interleaving.snapshots import Snapshots
 from midstream.interleaving.source import find_source
 from midstream.interleaving.steps import Steps
+from midstream.interleaving.watchdog import Clock
 from midstream.modeling.vllm.engine.edits import InstalledEdit, InstalledEdits
 from midstream.modeling.vllm.engine.refusals import refused
 from midstream.modeling.vllm.engine.stored import Store
+from midstream.modeling.vllm.limits import Limits, check_saves
 from midstream.modeling.vllm.locations import EngineModel
-from midstream.modeling.vllm.payloads import BlockError, BlockWarning, Record
+from midstream.modeling.vllm.payloads import BlockError, BlockWarning, Print, Record
 from midstream.modeling.vllm.wire import (
     EDIT,
     FAILED,
@@ -66,7 +71,12 @@ class Admitted:
         self._edits, self._edit = edits, edit
         self._block: Block | None = None
         self._execution: Execution | None = None
-        self.run = Run(self._execute, seed=zlib.crc32(payload.block))
+        self.run = Run(
+            self._execute,
+            seed=zlib.crc32(payload.block),
+            clock=host.clock,
+            snapshots=Snapshots(host.limits.max_snapshot_bytes),
+        )
         self.run.uses_source = b"source" in payload.block
         self.run.context = host.stored.objects
         for turn, block in enumerate([*edits, self] if edits else ()):
@@ -94,6 +104,7 @@ class Admitted:
 
     def _enters_step(self) -> bool:
         self.run.visit, self._steps = self._steps, self._steps + 1
+        self.run.begin_step()
         if self.run.records:
             return True
         if self.run.done or not self._has_block:
@@ -120,17 +131,28 @@ class Admitted:
         return [*found, self._record()] if self._has_block else found
 
     def _record(self) -> Record:
+        if not self.run.done:
+            self.run.begin_step()
         self.run.close()
         for recorder in self.run.recorders:
             recorder.settle()
-        execution, self._execution = self._execution, None
+        saves, error = self._saves(), self.run.error
+        try:
+            check_saves(saves, self._host.limits.max_save_bytes)
+        except LimitExceededError as exceeded:
+            saves, error = {}, error or exceeded
         return Record(
             self.request_id,
-            saves=execution.saves() if execution is not None else {},
-            error=self._error(self.run.error),
-            warnings=[_warning(notice) for notice in self.run.warnings],
+            saves=saves,
+            error=self._error(error),
+            warnings=[_warning(notice) for notice in self.run.output.notices()],
+            prints=[Print(stream, text) for stream, text in self.run.output.prints()],
             extra={EDIT: self._edit.id} if self._edit is not None else {},
         )
+
+    def _saves(self) -> dict[str, Any]:
+        execution, self._execution = self._execution, None
+        return execution.saves() if execution is not None else {}
 
     def how_ended(self) -> str:
         """How a block has ended the request; an edit that failed lets it go on."""
@@ -166,6 +188,8 @@ class BlockHost:
         rename: further names for modules.
         limit: bounds of the indices that modules look up.
         stateful: the layers that run whoever skips them.
+        limits: what a block may take.
+        step_timeout: seconds that all blocks of a step may take together.
     """
 
     def __init__(
@@ -175,7 +199,11 @@ class BlockHost:
         rename: Rename | None = None,
         limit: Limit | None = None,
         stateful: Iterable[Any] = (),
+        limits: Limits | None = None,
+        step_timeout: float = math.inf,
     ):
+        self.limits = limits or Limits()
+        self.clock = Clock(self.limits.block_timeout, step_timeout)
         self.model = BlockModel(root, tokenizer, rename)
         self.tracer = BlockTracer(self.model.tree)
         always = _containing(self.model.tree, {id(layer) for layer in stateful})
