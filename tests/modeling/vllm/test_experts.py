@@ -11,6 +11,7 @@ import torch
 from tests.conftest import TINY
 from tests.support.checkpoints import A, checkpoint
 from tests.support.compare import assert_close
+from tests.support.groups import give_experts_a_group
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1}
 LAYER, EXPERT = 1, 2
@@ -19,13 +20,9 @@ LAYER, EXPERT = 1, 2
 @pytest.fixture(scope="module")
 def mixtral() -> Iterator[Any]:
     """An engine on T-MIXTRAL."""
-    from vllm.distributed import parallel_state as groups
-
     from midstream import VLLM
 
-    # Engines of one process share vLLM's groups; the first of them may have had no experts.
-    if groups.model_parallel_is_initialized() and groups._EP is None:
-        groups._EP = groups.init_model_parallel_group([[0]], 0, "gloo", group_name="ep")
+    give_experts_a_group()
     with VLLM(str(checkpoint("T-MIXTRAL", with_tokenizer=True)), dispatch=True, **TINY) as model:
         yield model
 
