@@ -101,6 +101,7 @@ class Run:
         turn: place among the blocks of its request, which are served one after the other.
         wanted: the location the block waits for; None while it executes or when it is done.
         awaited: the step the block waits for, if it does.
+        waits_for_result: whether the block waits for what the request ended with.
         closed: whether the request has ended, so that no further step comes.
         stopped: whether the block has asked for the request's end, and with it whether the step's
             token is to be kept.
@@ -139,6 +140,8 @@ class Run:
         self.served: dict[Location, Served] = {}
         self.error: BaseException | None = None
         self.awaited: int | None = None
+        self.waits_for_result = False
+        self._result: Any = None
         self.closed = False
         self.stopped: StopTrace | None = None
         self.output = Output()
@@ -266,11 +269,26 @@ class Run:
         except BaseException as error:  # noqa: BLE001  # a block may raise anything, and the engine lives on
             self.error = error
 
-    def close(self) -> None:
-        """Tell the block that its request has ended: loops over steps end, and the rest runs."""
+    def close(self, *, may_wait: bool = False) -> None:
+        """Tell the block that its request has ended: loops over steps end, and the rest runs.
+
+        Args:
+            may_wait: leave a block that then waits for the request's result to wait for it.
+        """
         self.closed = True
         if self.awaited is not None:
             self.resume()
+        if not (may_wait and self.waits_for_result):
+            self.kill()
+
+    def give_result(self, result: Any) -> None:
+        """Let a block that waits for the request's result have it, or an error in its place.
+
+        Args:
+            result: what the request ended with; an exception is raised at the block's line.
+        """
+        self.waits_for_result, self._result = False, result
+        self.resume(result if isinstance(result, BaseException) else None)
         self.kill()
 
     # Called from inside the block's greenlet.
@@ -295,6 +313,13 @@ class Run:
             self._park()
             self.awaited = None
         return not self.closed
+
+    def result(self) -> Any:
+        """What the request ended with. The block waits for it, and no step comes after it."""
+        if self._result is None:
+            self.waits_for_result = True
+            self._park()
+        return self._result
 
     def warn(self, message: str, category: type[Warning]) -> None:
         """Warn in the caller's process, with the user's line."""

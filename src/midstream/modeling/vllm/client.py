@@ -6,8 +6,9 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,7 +20,9 @@ from midstream.modeling.vllm.building import build
 from midstream.modeling.vllm.ending import PATIENCE, Ending
 from midstream.modeling.vllm.interrupts import held
 from midstream.modeling.vllm.payloads import Record, unpack
-from midstream.modeling.vllm.payloads.segments import discard, owner_id, sweep
+from midstream.modeling.vllm.payloads.segments import discard, owner_id, remaining, sweep
+from midstream.modeling.vllm.results import Result, of_output, write
+from midstream.modeling.vllm.stats import Stats
 from midstream.modeling.vllm.wire import EDIT, KEY, RECORDS, Payload
 
 _TAGS = itertools.count()  # tell this process's engines apart
@@ -35,21 +38,20 @@ class Outcome:
     """What one request brought home.
 
     Attributes:
-        ids: its sequences, as the engine names them.
-        plain: whether it runs without any block, so that no record of it comes.
-        edited: whether installed edits run beside it.
+        expected: how many records come of each sequence: one of its block, if it has one, and one
+            of each installed edit.
+        edited: whether edits run beside it.
         output: vLLM's finished `RequestOutput`; None if the request was aborted.
         records: what its block left, one for each sequence of the request; None for one that ended
             before the block began.
-        edits: what the edits left, for each sequence in the order of installation.
+        edits: what the edits left, by sequence and by the edit's number.
     """
 
-    ids: list[str] = field(default_factory=list)
-    plain: bool = False
+    expected: int = 0
     edited: bool = False
     output: Any = None
     records: list[Record | None] = field(default_factory=list)
-    edits: list[list[Record]] = field(default_factory=list)
+    edits: list[dict[int, Record]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,20 @@ class Engine:
         repo: checkpoint folder or repository id.
         settings: vLLM's engine arguments.
         vllm: the installed vLLM.
+        invariant: whether it is to use batch-invariant kernels.
 
     Raises:
         EngineBuildError: the engine did not come up; the text holds the root cause.
     """
 
-    def __init__(self, repo: str, settings: Mapping[str, Any], vllm: bootstrap.Installed):
+    def __init__(
+        self,
+        repo: str,
+        settings: Mapping[str, Any],
+        vllm: bootstrap.Installed,
+        *,
+        invariant: bool = False,
+    ):
         self._vllm = vllm
         self._in_process = bootstrap.in_process()
         self._running = False
@@ -86,9 +96,10 @@ class Engine:
         self._outcomes: dict[str, Outcome] = {}
         self._sequences: dict[str, tuple[Outcome, int]] = {}
         self._closed: set[str] = set()
+        self._waiting: set[str] = set()
         self._owner = owner_id(tag=next(_TAGS))
         sweep()  # of clients that were killed
-        self.llm = build(repo, dict(settings), vllm, self._owner)
+        self.llm = build(repo, dict(settings), vllm, self._owner, invariant=invariant)
         self._core = self.llm.llm_engine
         self._ending = Ending(self._core.engine_core)
         processor = self._core.output_processor
@@ -104,6 +115,22 @@ class Engine:
         """The engine argument that sets it."""
         less = self._core.vllm_config.scheduler_config.max_num_scheduled_tokens
         return "max_num_batched_tokens" if less is None else "max_num_scheduled_tokens"
+
+    def stats(self) -> Stats:
+        """What the engine has done and what it holds.
+
+        Raises:
+            EngineDeadError: the engine's process has ended.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError as VLLMEngineDeadError
+
+        try:
+            ranks = self.llm.collective_rpc("midstream_stats")
+        except VLLMEngineDeadError as error:
+            raise EngineDeadError(
+                "The engine has ended; the next trace builds a new one."
+            ) from error
+        return Stats.of(ranks, len(remaining(self._owner)))
 
     def run(self, submissions: Sequence[Submission]) -> list[Outcome]:
         """Run requests with their blocks, until the last record is in.
@@ -122,6 +149,7 @@ class Engine:
             self._outcomes.clear()
             self._sequences.clear()
             self._closed.clear()
+            self._waiting.clear()
 
     @property
     def running(self) -> bool:
@@ -165,21 +193,20 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         name = f"trace-{next(self._names)}"
-        params, prompt = submission.params.clone(), dict(submission.prompt)
+        params, prompt = submission.params, dict(submission.prompt)
         params.output_kind = RequestOutputKind.FINAL_ONLY
         if submission.payload is not None:
             _load(params, prompt, submission.payload)
         with bootstrap.environment(bootstrap.runner_variables(self._vllm)):
             request = self._core.add_request(name, prompt, params, lora_request=submission.lora)
-        ids = [request] if params.n == 1 else [f"{index}_{request}" for index in range(params.n)]
-        payload = submission.payload
+        payload = submission.payload or Payload()
         outcome = self._outcomes[name] = Outcome(
-            ids,
-            plain=payload is None,
-            edited=payload is not None and bool(payload.edits),
+            expected=bool(payload.block) + len(payload.edits),
+            edited=bool(payload.edits),
             records=[None] * params.n,
-            edits=[[] for _ in ids],
+            edits=[{} for _ in range(params.n)],
         )
+        ids = [request] if params.n == 1 else [f"{index}_{request}" for index in range(params.n)]
         self._sequences.update({i: (outcome, index) for index, i in enumerate(ids)})
 
     def _has_died(self, error: BaseException) -> bool:
@@ -195,20 +222,22 @@ class Engine:
         self._core.abort_request(list(self._outcomes))
         # vLLM's output side may have finished them already, and then tells the engine nothing
         self._core.engine_core.abort_requests(list(self._sequences))
-        for outcome in self._outcomes.values():
-            self._close_plain(outcome)
+        # of requests without a block no word comes
+        self._closed.update(i for i, (found, _) in self._sequences.items() if not found.expected)
         self._until_closed()
         self.broken = False
 
     def _until_closed(self) -> None:
         deadline = time.monotonic() + _PATIENCE
-        while not all(map(self._is_closed, self._sequences)):
+        while True:
+            if self._waiting:  # before a step: the engine may have none left to make
+                self._give_results()
+            if all(map(self._is_closed, self._sequences)):
+                return
             outputs = self._step()
             for output in outputs:
                 if output.finished and output.request_id in self._outcomes:
-                    outcome = self._outcomes[output.request_id]
-                    outcome.output = output
-                    self._close_plain(outcome)
+                    self._outcomes[output.request_id].output = output
             if outputs or self._core.has_unfinished_requests():
                 deadline = time.monotonic() + _PATIENCE
             elif time.monotonic() > deadline:
@@ -220,20 +249,43 @@ class Engine:
         if sequence in self._closed:
             return True
         outcome, index = self._sequences[sequence]
-        return outcome.output is not None and outcome.records[index] is not None
-
-    def _close_plain(self, outcome: Outcome) -> None:
-        """A request without a block is done as soon as vLLM is done with it."""
-        if outcome.plain:
-            self._closed.update(outcome.ids)
+        found = (outcome.records[index] is not None) + len(outcome.edits[index])
+        return outcome.output is not None and found == outcome.expected
 
     def _step(self) -> Any:
-        """One step of the engine, which in this process must not be left halfway."""
+        """One step of the engine."""
+        return self._undisturbed(self._core.step)
+
+    def _give_results(self) -> None:
+        """Send the blocks that wait for it what their requests ended with; theirs come back.
+
+        VLLM's output of a request is in before its block is known to wait. Where there is none
+        though none of its sequences runs any more, the request was aborted.
+        """
+        ended = self._closed | self._waiting
+        running = {id(outcome) for i, (outcome, _) in self._sequences.items() if i not in ended}
+        found: dict[str, Result | None] = {}
+        for i in sorted(self._waiting):
+            outcome, index = self._sequences[i]
+            if outcome.output is not None:
+                found[i] = of_output(outcome.output, index)
+            elif id(outcome) not in running:
+                found[i] = None
+        if not found:
+            return
+        call = partial(self._core.collective_rpc, "midstream_finish", args=(write(found),))
+        for records in self._undisturbed(call):
+            self._take_records(records)
+        self._closed.update(found)
+        self._waiting.difference_update(found)
+
+    def _undisturbed(self, call: Callable[[], Any]) -> Any:
+        """Have the engine do something, which in this process must not be left halfway."""
         if not self._in_process:
-            return self._core.step()
+            return call()
         with held():
             try:
-                return self._core.step()
+                return call()
             except BaseException:
                 self.broken = True
                 raise
@@ -252,12 +304,17 @@ class Engine:
         return without_records
 
     def _take(self, message: dict[str, Any]) -> None:
-        self._closed.update(message["closed"])
-        for record in unpack(message["records"]) if message["records"] else ():
+        waiting = self._sequences.keys() & message["waiting"]
+        self._waiting.update(waiting)
+        self._closed.update(i for i in message["closed"] if i not in waiting)
+        self._take_records(message["records"])
+
+    def _take_records(self, records: bytes) -> None:
+        for record in unpack(records) if records else ():
             if record.request_id in self._sequences:
                 outcome, index = self._sequences[record.request_id]
                 if EDIT in record.extra:
-                    outcome.edits[index].append(record)
+                    outcome.edits[index][record.extra[EDIT]] = record
                 else:
                     outcome.records[index] = record
 

@@ -23,8 +23,9 @@ def attach_edits(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         if not outcome.edited:
             continue
-        found = [_sequence(records) for records in outcome.edits]
-        met = [record.error for records in outcome.edits for record in records if record.error]
+        records = [[found[i] for i in sorted(found)] for found in outcome.edits]
+        found = [_sequence(of_edits) for of_edits in records]
+        met = [record.error for of_edits in records for record in of_edits if record.error]
         if outcome.output is not None:
             for completion in outcome.output.outputs:
                 completion.saves = found[completion.index]
@@ -38,7 +39,8 @@ def _sequence(records: Sequence[Record]) -> Mapping[str, Any]:
 
 def edit_records(outcomes: Sequence[Outcome]) -> list[Record]:
     """What the edits of some requests left, one after the other."""
-    return [record for outcome in outcomes for records in outcome.edits for record in records]
+    sequences = (found for outcome in outcomes for found in outcome.edits)
+    return [found[edit] for found in sequences for edit in sorted(found)]
 
 
 def warn_of_failures(outcomes: Sequence[Outcome], stacklevel: int) -> None:
@@ -49,6 +51,8 @@ def warn_of_failures(outcomes: Sequence[Outcome], stacklevel: int) -> None:
         if outcome.output is not None and getattr(outcome.output, "edit_error", None)
     ]
     if failed:
+        if isinstance(failed[0].__cause__, KeyboardInterrupt):
+            raise failed[0].__cause__
         text = str(failed[0]).partition("\n")[0]
         warnings.warn(
             f"An installed edit failed in {len(failed)} of {len(outcomes)} requests; they went on "

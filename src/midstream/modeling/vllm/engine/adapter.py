@@ -26,6 +26,7 @@ from midstream.interleaving.run import Run
 from midstream.modeling.vllm.engine.host import BlockHost
 from midstream.modeling.vllm.engine.indices import index_limit
 from midstream.modeling.vllm.engine.kernels import EagerKernels
+from midstream.modeling.vllm.engine.statistics import Statistics
 from midstream.modeling.vllm.engine.tokens import TokenCheck
 from midstream.modeling.vllm.limits import Limits
 from midstream.modeling.vllm.payloads import Record, pack
@@ -48,6 +49,7 @@ class BlockRunner:
     device: torch.device
 
     blocks: BlockHost
+    statistics: Statistics
     client: str
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -65,6 +67,7 @@ class BlockRunner:
             limits=Limits(**ours.get("limits", {})),
             step_timeout=_SHARE * envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
         )
+        self.statistics = Statistics()
         self._kernels = EagerKernels(self.model, self.vllm_config)
         self._active: dict[str, list[Run]] = {}
         self._eager = False
@@ -147,6 +150,8 @@ class BlockRunner:
                 self._leave_ended_requests(gathered[0])
         if self._active:
             self._begin_step(gathered[0])
+        if not dummy_run:
+            self.statistics.count(self.blocks.interleaver.wanted_modules if self._eager else ())
         return gathered
 
     def _leave_ended_requests(self, batch: Any) -> None:
@@ -288,9 +293,9 @@ class BlockRunner:
     def _attach(self, output: Any) -> None:
         closed, self._closed = self._closed, []
         records = pack(closed, owner=self.client) if closed else b""
-        ended = self.blocks.ended()
-        if records or ended:
-            setattr(output, KEY, (records, ended))
+        ended, waiting = self.blocks.ended(), self.blocks.waiting()
+        if records or ended or waiting:
+            setattr(output, KEY, (records, ended, waiting))
 
 
 def _drawing(batch: Any) -> list[str]:
