@@ -30,6 +30,19 @@ def test_rows_of_a_generation_are_one_pass_over_it(llama: Any, hf: Oracle) -> No
     assert_close(rows, right["residual.2"], right["residual.1"])
 
 
+def test_a_mask_counts_in_every_step(llama: Any, hf: Oracle) -> None:
+    """A prompt padded on the left under its mask goes on as the prompt alone, step by step.
+
+    (C27, case 29, case 63).
+    """
+    padded = {"input_ids": [[40, 41, *B]], "attention_mask": [[0, 0, 1, 1, 1]]}
+    with llama.trace(padded, max_tokens=6, **GREEDY) as tracer:
+        logits = torch.cat([llama.logits for _ in tracer.all()]).save()
+    right, unmasked = hf.generate(B, 6), hf.generate([40, 41, *B], 6)
+    assert tracer.result.outputs[0].token_ids == right.tokens
+    assert_close(logits, right.logits, unmasked.logits)
+
+
 def test_chosen_positions_are_those_of_the_prompt(llama: Any, hf: Oracle) -> None:
     """An edit of rows 1 of one prompt, 0 and 2 of another touches three rows and no later step.
 

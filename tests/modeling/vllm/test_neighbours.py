@@ -111,7 +111,7 @@ def test_steered_prompt_stays_out_of_the_prefix_cache(llama: Any, hf: Oracle) ->
     assert _cached(llama, other) == (hf.generate(other, 4).tokens, 64)
 
 
-def test_prompt_in_the_cache_is_traced_whole(llama: Any) -> None:
+def test_prompt_in_the_cache_is_traced_whole(llama: Any, hf: Oracle) -> None:
     """A block sees every row of a prompt that plain requests have left in the prefix cache.
 
     (O4, A26, case 15).
@@ -123,5 +123,7 @@ def test_prompt_in_the_cache_is_traced_whole(llama: Any) -> None:
         first = sum(llama.model.layers[2].output).save()
     with llama.trace(ids, temperature=0.0, max_tokens=1):
         second = sum(llama.model.layers[2].output).save()
+    right = hf.reads(ids)
     assert first.shape == (64, 128)
     assert torch.equal(first, second)
+    assert_close(first, right["residual.2"], right["residual.1"])
