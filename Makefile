@@ -3,6 +3,7 @@
 #   make test    run the CPU test suite
 #   make docs    build the documentation into site/
 #   make lint    ruff and mypy
+#   make coverage-page    write docs/coverage.md: statements of behaviour and their tests
 
 PYTHON ?= python3
 # relative, so that a checkout in a folder with a space in its name works
@@ -10,7 +11,7 @@ VENV_PYTHON := .venv/bin/python
 SETUP := $(PYTHON) tools/setup_env.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test docs lint clean
+.PHONY: help setup demo test docs lint coverage-page clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -35,6 +36,10 @@ lint:
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m mypy
+
+coverage-page:
+	@$(SETUP) lint
+	$(VENV_PYTHON) tools/coverage_page.py
 
 clean:
 	rm -rf .venv site

@@ -120,7 +120,7 @@ def test_runner_setting_that_selects_v1(
 
 
 def test_package_that_does_not_import(versions: Versions) -> None:
-    """What the import check saw is shown, for companions of torch as well."""
+    """What the import check saw is shown, for companions of torch as well (G15)."""
     versions(torchvision="0.28.0+cpu")
     seen = {"vllm": "ImportError: libx", "torchvision": "RuntimeError: nms"}
     assert problems(seen) == ["vllm", "torchvision"]

@@ -13,7 +13,7 @@ from midstream.errors import NotInTraceError
 
 
 def test_all_names_what_is_public() -> None:
-    """`__all__` names exactly the public names, and each can be imported."""
+    """`__all__` names exactly the public names, and each can be imported (O1)."""
     assert set(midstream.__all__) == {"VLLM", "__version__", "errors", "save"}
     assert all(hasattr(midstream, name) for name in midstream.__all__)
 
@@ -34,14 +34,14 @@ def test_importing_is_light() -> None:
 
 
 def test_both_import_paths_give_one_class() -> None:
-    """`midstream.VLLM` is `midstream.modeling.vllm.VLLM`."""
+    """`midstream.VLLM` is `midstream.modeling.vllm.VLLM` (O1, A1)."""
     from midstream.modeling.vllm import VLLM
 
     assert midstream.VLLM is VLLM
 
 
 def test_a_tensor_can_only_be_saved_in_a_block() -> None:
-    """`tensor.save()` and `midstream.save(x)` outside a block say where they belong."""
+    """`tensor.save()` and `midstream.save(x)` outside a block say where they belong (C21, G20)."""
     assert midstream.VLLM is not None  # brings the models, and with them the method
     with pytest.raises(NotInTraceError):
         torch.ones(1).save()
@@ -50,7 +50,7 @@ def test_a_tensor_can_only_be_saved_in_a_block() -> None:
 
 
 def test_nothing_is_mounted_on_object() -> None:
-    """Values other than tensors have no `save` of ours."""
+    """Values other than tensors have no `save` of ours (O1, A8)."""
     assert midstream.VLLM is not None
     assert not any(hasattr(value, "save") for value in (3, "x", [], {}, None, object()))
 

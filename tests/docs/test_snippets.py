@@ -36,7 +36,7 @@ def shared_engine(demo_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_page_runs(page: Path, shared_engine: Any) -> None:
-    """The blocks of a page run in order, as one program, and print what the page says."""
+    """The blocks of a page run in order, as one program, and print what the page says (case 47)."""
     assert run_page(page) > 0
 
 

@@ -81,7 +81,7 @@ def read_all(model: Any, paths: list[str]) -> dict[str, Any]:
 
 
 def test_reads_in_bf16_agree_with_huggingface_in_fp32(served: tuple[Any, Oracle]) -> None:
-    """Every location of the first, a middle and the last layer has cosine 0.999 or more."""
+    """Every location of the first, a middle and the last layer has cosine 0.999 or more (B25)."""
     model, oracle = served
     expected = compared(oracle)
     got = read_all(model, list(expected))
@@ -102,6 +102,8 @@ def test_the_residual_stream_is_the_sum_of_the_pair(served: tuple[Any, Oracle]) 
 
     Where bf16 alone moves HuggingFace's own residual stream below cosine 0.999 (SmolLM2's layer 9
     does), the engine may be as far off as that.
+
+    (B16).
     """
     model, oracle = served
     layers = model.transformer.h if hasattr(model.tree.root, "transformer") else model.model.layers
@@ -155,7 +157,10 @@ def test_a_block_that_allocates_and_synchronises_leaves_the_engine_alive(
 
 
 def test_the_client_does_not_initialise_cuda() -> None:
-    """A process that has built an engine and traced has not touched CUDA's driver itself."""
+    """A process that has built an engine and traced has not touched CUDA's driver itself.
+
+    (O13, A22).
+    """
     code = """
 import sys
 from midstream import VLLM

@@ -111,7 +111,7 @@ def test_several_steps_are_a_list_and_one_is_the_value() -> None:
 
 
 def test_edits_are_in_what_is_recorded() -> None:
-    """Inputs and outputs are recorded as all blocks have left them."""
+    """Inputs and outputs are recorded as all blocks have left them (C70)."""
 
     def block(requests: Requests) -> None:
         requests.open("layers.1", sides=("input", "output"))
@@ -146,7 +146,7 @@ def test_skipped_modules_are_recorded_with_their_value_and_nothing_inside() -> N
 
 
 def test_a_cache_is_opened_before_anything_is_read() -> None:
-    """Afterwards it would have gaps, so it is refused with the line that has read."""
+    """Afterwards it would have gaps, so it is refused with the line that has read (G41)."""
 
     def block(requests: Requests) -> None:
         requests.tree.root.layers[0].output
@@ -183,7 +183,10 @@ def test_dtype_converts_floating_point_only() -> None:
 
 
 def test_ways_to_name_a_module() -> None:
-    """Paths, attributes, indices, further names and the module itself lead to the same values."""
+    """Paths, attributes, indices, further names and the module itself lead to the same values.
+
+    (C70, C71).
+    """
     requests = Requests(lambda r: r.open(), rename={"layers": "blocks", "layers.1.mlp": "middle"})
     requests.step(rows(3, 1))
     cache = requests.caches[0]
@@ -205,7 +208,7 @@ def test_ways_to_name_a_module() -> None:
 
 
 def test_what_was_not_recorded_is_an_error() -> None:
-    """A path, an attribute and a side that are not there say what is."""
+    """A path, an attribute and a side that are not there say what is (C71)."""
     requests = Requests(lambda r: r.open("layers.1.mlp"))
     requests.step(rows(3, 1))
     cache = requests.caches[0]

@@ -38,7 +38,10 @@ def plain(inputs: list[torch.Tensor], **hooks: Any) -> tuple[torch.Tensor, dict[
 
 
 def test_a_kept_value_stays_what_it_was(steps: Steps) -> None:
-    """A read kept without a clone is the value at its location, though the model rewrites it."""
+    """A read kept without a clone is the value at its location, though the model rewrites it.
+
+    (O5, B13).
+    """
     x, kept = rows(5, 1), []
     steps.step([x], [lambda: kept.append(steps.root.layers[0].output)])
     hidden, residual = plain([x])[1][0]
@@ -49,7 +52,7 @@ def test_a_kept_value_stays_what_it_was(steps: Steps) -> None:
 
 
 def test_each_block_sees_its_own_rows(steps: Steps) -> None:
-    """Several blocks of one step each get their request's rows, in any waiting order."""
+    """Several blocks of one step each get their request's rows, in any waiting order (B9)."""
     parts, got = [rows(3, 1), rows(1, 2), rows(4, 3)], {}
 
     def block(name: int, layer: int) -> None:
@@ -64,7 +67,10 @@ def test_each_block_sees_its_own_rows(steps: Steps) -> None:
 
 @pytest.mark.parametrize("neighbour", [False, True])
 def test_an_edit_in_place_reaches_the_model(steps: Steps, neighbour: bool) -> None:
-    """Writing into a served value changes what the model goes on with, for those rows only."""
+    """Writing into a served value changes what the model goes on with, for those rows only.
+
+    (B13, C62).
+    """
     parts = [rows(3, 1), rows(2, 2)]
     blocks = [lambda: steps.root.layers[1].output[0].zero_()]
     if neighbour:
@@ -83,7 +89,10 @@ def test_an_edit_in_place_reaches_the_model(steps: Steps, neighbour: bool) -> No
 
 
 def test_a_replacement_reaches_the_model(steps: Steps) -> None:
-    """Assigning an output gives the next module exactly the assigned value, and reads back."""
+    """Assigning an output gives the next module exactly the assigned value, and reads back.
+
+    (B1, C62).
+    """
     x, new, back = rows(3, 1), rows(3, 9), []
 
     def block() -> None:
@@ -101,7 +110,7 @@ def test_a_replacement_reaches_the_model(steps: Steps) -> None:
 
 
 def test_an_input_can_be_replaced_without_touching_its_other_holders(steps: Steps) -> None:
-    """Assigning an input changes that module only; writing in place changes the tensor."""
+    """Assigning an input changes that module only; writing in place changes the tensor (B1)."""
     x = rows(3, 1)
 
     def assign() -> None:
@@ -121,14 +130,53 @@ def test_an_input_can_be_replaced_without_touching_its_other_holders(steps: Step
 
 
 def test_first_keyword_is_the_input_of_a_module_called_by_keyword(steps: Steps) -> None:
-    """`input` is the first positional argument, else the first keyword one."""
+    """`input` is the first positional argument, else the first keyword one (B1)."""
     got = []
     steps.step([rows(2, 1)], [lambda: got.append(steps.root.layers[2].input)])
     assert torch.equal(got[0], torch.arange(2))
 
 
+def test_a_module_called_without_arguments_has_no_input() -> None:
+    """Its `inputs` are empty, and `input`, read or assigned, is an error that says so (B2)."""
+
+    class Constant(torch.nn.Module):
+        def forward(self) -> torch.Tensor:
+            return torch.ones(4)
+
+    class Biased(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = Constant()
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden + self.bias())
+
+    steps, got = Steps(Biased()), []
+
+    def block(use: str) -> None:
+        got.append(steps.root.bias.inputs)
+        if use == "read":
+            steps.root.bias.input
+        elif use == "assign":
+            steps.root.bias.input = torch.zeros(4)
+
+    _, runs = steps.try_step([rows(3, 1)] * 3, [lambda u=u: block(u) for u in ("", *WAYS)])
+    assert got == [((), {})] * 3
+    assert runs[0].error is None
+    for run in runs[1:]:
+        assert isinstance(run.error, ValueError)
+        assert "bias.input" in str(run.error)
+        assert "without arguments" in str(run.error)
+
+
+WAYS = ("read", "assign")
+
+
 def test_a_wrong_shape_is_an_error_for_that_block_alone(steps: Steps) -> None:
-    """A replacement of another shape raises in the block, naming both; its neighbour goes on."""
+    """A replacement of another shape raises in the block, naming both; its neighbour goes on.
+
+    (O6, C63).
+    """
     parts, kept = [rows(3, 1), rows(2, 2)], []
 
     def bad() -> None:
@@ -145,7 +193,10 @@ def test_a_wrong_shape_is_an_error_for_that_block_alone(steps: Steps) -> None:
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_a_passed_location_is_refused_at_once(steps: Steps, learned: bool) -> None:
-    """Reading an earlier layer after a later one raises at that line, also in the first step."""
+    """Reading an earlier layer after a later one raises at that line, also in the first step.
+
+    (O8, C66).
+    """
     x, after = rows(2, 1), []
     if learned:
         steps.step([x], [lambda: steps.root.layers[0].output])
@@ -178,7 +229,10 @@ def test_a_location_that_does_not_run_is_an_error(steps: Steps, learned: bool) -
 
 
 def test_a_tensor_without_rows_cannot_be_changed(steps: Steps) -> None:
-    """A tensor all requests share is served as a copy, and changing it is the block's error."""
+    """A tensor all requests share is served as a copy, and changing it is the block's error.
+
+    (B12).
+    """
     model = Toy()
     model.layers[0].mlp = Shared()
     steps = Steps(model)
@@ -236,7 +290,7 @@ def test_nan_rows_do_not_count_as_written(steps: Steps) -> None:
 
 
 def test_calling_a_module_is_not_traced_and_leaves_its_arguments(steps: Steps) -> None:
-    """A module called on a block's value runs untraced, on copies of the arguments."""
+    """A module called on a block's value runs untraced, on copies of the arguments (A48)."""
     x, got = rows(3, 1), {}
 
     def block() -> None:
@@ -330,7 +384,7 @@ def test_block_reads_back_its_own_write_beside_another_reader(steps: Steps) -> N
 
 
 def test_values_outside_a_block_are_refused(steps: Steps) -> None:
-    """Reading a location outside a running block says where it belongs."""
+    """Reading a location outside a running block says where it belongs (G21)."""
     with pytest.raises(NotInTraceError, match="outside a running block"):
         _ = steps.root.layers[0].output
 

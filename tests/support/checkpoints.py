@@ -24,6 +24,7 @@ import torch
 __all__ = [
     "CHECKPOINTS",
     "EOS",
+    "FURTHER",
     "LONG",
     "A",
     "B",
@@ -81,6 +82,49 @@ CHECKPOINTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """Configuration of each checkpoint by its name."""
 
+FURTHER: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "T-QWEN2": {
+            **_GROUPED_QUERY,
+            "model_type": "qwen2",
+            "architectures": ["Qwen2ForCausalLM"],
+            "tie_word_embeddings": True,
+        },
+        "T-MIXTRAL": {
+            **_GROUPED_QUERY,
+            "model_type": "mixtral",
+            "architectures": ["MixtralForCausalLM"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        "T-HYBRID": {
+            **_GROUPED_QUERY,
+            "model_type": "qwen3_next",
+            "architectures": ["Qwen3NextForCausalLM"],
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        },
+        "T-GEMMA2": {
+            **_GROUPED_QUERY,
+            "model_type": "gemma2",
+            "architectures": ["Gemma2ForCausalLM"],
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 64,
+            "sliding_window": 32,
+            "attn_logit_softcapping": 2.0,  # both caps are low enough to bite
+            "final_logit_softcapping": 3.0,
+        },
+    }
+)
+"""Checkpoints for what is special about them, without a table of their locations."""
+
 
 def default_root() -> Path:
     """Return the user's cache folder for checkpoints; it need not exist yet."""
@@ -92,15 +136,15 @@ def checkpoint(name: str, root: Path | None = None, *, with_tokenizer: bool = Fa
     """Return the folder of the tiny fp32 checkpoint `name`, written on first use.
 
     Args:
-        name: a key of `CHECKPOINTS`.
+        name: a key of `CHECKPOINTS` or `FURTHER`.
         root: the folder to keep checkpoints in; `default_root()` when left out.
         with_tokenizer: also write a tokenizer whose words are ``t0 t1 ...``, word ``t<i>`` being
             token ``i``. As a stop string ``t8`` also stops at ``t84``, as on any tokenizer.
 
     Raises:
-        KeyError: `name` is not a key of `CHECKPOINTS`.
+        KeyError: `name` is a key neither of `CHECKPOINTS` nor of `FURTHER`.
     """
-    config = CHECKPOINTS[name]
+    config = (CHECKPOINTS if name in CHECKPOINTS else FURTHER)[name]
     folder = (root or default_root()) / _folder_name(name, config, with_tokenizer)
     if not folder.exists():
         _write_atomically(folder, partial(_write, config=config, with_tokenizer=with_tokenizer))

@@ -57,7 +57,10 @@ def bare_lines(tmp_path, body):
     ],
 )
 def test_bare_saves_warn_with_their_line(tmp_path, statement, warns):
-    """A save bound to no name warns at capture, in the user's file and line; others do not."""
+    """A save bound to no name warns at capture, in the user's file and line; others do not.
+
+    (O17).
+    """
     assert bare_lines(tmp_path, f"pass\n{statement}") == ([2] if warns else [])
 
 

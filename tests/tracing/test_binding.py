@@ -19,12 +19,12 @@ def here():
 
 
 def test_module_level():
-    """A trace at module level binds module globals."""
+    """A trace at module level binds module globals (C24)."""
     assert bound_at_import == [1]
 
 
 def test_fast_locals():
-    """Plain local variables are bound, old values replaced, other variables kept."""
+    """Plain local variables are bound, old values replaced, other variables kept (C24)."""
     kept, old, new = 1, 2, None
     del new
     bind(here(), {"old": 20, "new": 30})
@@ -32,7 +32,7 @@ def test_fast_locals():
 
 
 def test_cell_and_free_variables():
-    """Variables shared with functions inside and outside are bound for all of them."""
+    """Variables shared with functions inside and outside are bound for all of them (C24)."""
     free = 0
 
     def middle():
@@ -90,7 +90,10 @@ def test_global_that_is_only_read():
 
 
 def test_class_body():
-    """A class body binds its own names, globals it declares, and nonlocals of its function."""
+    """A class body binds its own names, globals it declares, and nonlocals of its function.
+
+    (C24).
+    """
     around = 0
 
     class Holder:

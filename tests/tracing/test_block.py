@@ -50,14 +50,14 @@ def test_compiled_form_is_safe_in_threads():
 
 
 def test_positions_are_the_files():
-    """Instructions have the lines and columns of the file, also far down in it."""
+    """Instructions have the lines and columns of the file, also far down in it (C13)."""
     code = Code("        x = y\n", "f.py", 1000).compiled().code
     positions = [p for p in code.co_positions() if p[0] == 1000]
     assert (1000, 1000, 12, 13) in positions
 
 
 def test_names_read():
-    """Reads are what the block takes from outside before it has bound it on every path."""
+    """Reads are what the block takes from outside before it has bound it on every path (C12)."""
     source = """
     a = 1
     b = a + c

@@ -20,7 +20,7 @@ ran_in_place = []
 
 
 def test_body_is_not_run_where_it_stands():
-    """The body is skipped, and only the block runs it."""
+    """The body is skipped, and only the block runs it (C1)."""
     ran_in_place.clear()
     with Trace(run=False) as trace:
         ran_in_place.append(1)
@@ -45,7 +45,7 @@ def test_block_has_true_lines_text_and_name():
 
 
 def test_only_names_that_are_read_are_carried():
-    """Attribute names, names the block binds first, and builtins are not outside names."""
+    """Attribute names, names the block binds first, and builtins are not outside names (C12)."""
     unused, used, rebound = object(), [1], 2
     with Trace(run=False) as trace:
         rebound = len(used)
@@ -83,7 +83,7 @@ def test_undefined_name_is_left_to_the_run():
 
 
 def test_loop_captures_each_pass_values():
-    """Each pass of a loop captures the values of that pass and binds its own results."""
+    """Each pass of a loop captures the values of that pass and binds its own results (C10)."""
     seen = []
     for factor in (1, 2, 3):
         with Trace() as trace:
@@ -126,7 +126,7 @@ def test_closures_are_read_and_bound():
 
 
 def test_nested_functions_and_comprehensions_see_block_names():
-    """Functions, lambdas and comprehensions of the block see what the block binds."""
+    """Functions, lambdas and comprehensions of the block see what the block binds (C11)."""
     with Trace():
         base = 10
 

@@ -32,7 +32,7 @@ def run_in_function(tmp_path, body, header="with Trace() as tracer:", around="de
     ],
 )
 def test_return_at_block_level(tmp_path, body, line, advice):
-    """`return` names its line and what to do."""
+    """`return` names its line and what to do (C6)."""
     with pytest.raises(BlockSyntaxError, match=advice) as caught:
         run_in_function(tmp_path, body)
     assert caught.value.lineno == line
@@ -92,7 +92,7 @@ def test_yield_at_block_level(tmp_path, body):
     ],
 )
 def test_await_at_block_level(tmp_path, body):
-    """Everything that awaits is refused at block level."""
+    """Everything that awaits is refused at block level (C8)."""
     lines = ["async def g(y=()):", "    with Trace():"]
     lines += [f"        {line}" for line in body.split("\n")]
     module = load(tmp_path / "awaits_module.py", "\n".join(lines))
@@ -163,7 +163,7 @@ def test_super_without_arguments():
     ],
 )
 def test_old_spellings(tmp_path, body, spelling):
-    """Spellings of other tools are refused with the one to use."""
+    """Spellings of other tools are refused with the one to use (O24, C61)."""
     header = "with model.trace('x') as tracer:"
     around = "def f(model=type('M', (), {'trace': lambda s, p: Trace()})()):"
     with pytest.raises(BlockSyntaxError, match=r"write|loop") as caught:
@@ -186,7 +186,7 @@ def test_unrelated_names_keep_their_methods():
 
 
 def test_body_on_the_header_line(tmp_path):
-    """A body on the header's line has no line of its own to be skipped at."""
+    """A body on the header's line has no line of its own to be skipped at (C4, G18)."""
     module = load(
         tmp_path / "layout_module.py",
         """
@@ -205,7 +205,7 @@ def test_body_on_the_header_line(tmp_path):
 
 
 def test_body_that_starts_with_try():
-    """`try` as the first statement is refused with the remedy."""
+    """`try` as the first statement is refused with the remedy (C4, G19)."""
     with pytest.raises(BlockLayoutError, match="put any statement"), Trace():
         try:
             x = 1

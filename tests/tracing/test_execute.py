@@ -136,7 +136,10 @@ def g(trace):
 
 
 def test_traceback_shows_the_users_lines(tmp_path):
-    """The text has the user's file, true lines and the block's own text, if the file is gone."""
+    """The text has the user's file, true lines and the block's own text, if the file is gone.
+
+    (C13).
+    """
     path = tmp_path / "failing_module.py"
     module = load(path, FAILING)
     trace = Trace()
@@ -155,7 +158,7 @@ def test_traceback_shows_the_users_lines(tmp_path):
 
 
 def test_traceback_drops_our_frames_from_causes_too():
-    """Chained exceptions are shown, without midstream's frames in any of them."""
+    """Chained exceptions are shown, without midstream's frames in any of them (C98)."""
     source = "    try:\n        save_it()\n"
     source += "    except Exception as e:\n        raise KeyError('k') from e\n"
     block = Block(code=Code(source, "f.py", 2), values={"save_it": lambda: save.nothing})

@@ -28,7 +28,7 @@ class Thing:
 
 
 def test_save_outside_a_block():
-    """Outside a running block a save is an error, which is a ValueError too."""
+    """Outside a running block a save is an error, which is a ValueError too (C21, G20)."""
     with pytest.raises(NotInTraceError, match="outside a running block"):
         save([1])
     with pytest.raises(ValueError, match="move the call"):
@@ -36,7 +36,10 @@ def test_save_outside_a_block():
 
 
 def test_save_returns_its_value_and_comes_back_by_identity():
-    """A marked object comes back under every name that holds it, an equal one does not."""
+    """A marked object comes back under every name that holds it, an equal one does not.
+
+    (C19, C20).
+    """
     scope, value = Scope(), [1]
     with scoped(scope):
         assert save(value) is value
@@ -48,7 +51,7 @@ def test_save_returns_its_value_and_comes_back_by_identity():
     [True, None, 3, -5, 256, 0.5, "text", b"bytes", (), (1, "a"), Colour.RED, 1j, frozenset(), int],
 )
 def test_shared_objects_come_back_under_their_name_only(value):
-    """An object that Python shares comes back under the name of its save and no other."""
+    """An object that Python shares comes back under the name of its save and no other (C23)."""
     scope = Scope()
     scope.mark(value, "named")
     assert scope.collect({"named": value, "other": value}) == {"named": value}
@@ -71,7 +74,7 @@ def test_rebound_name_does_not_come_back():
 
 
 def test_save_on_any_value():
-    """`.save()` works on numbers, strings, None, lists and dicts of a block."""
+    """`.save()` works on numbers, strings, None, lists and dicts of a block (O1)."""
     with Trace():
         a = (1).save()
         b = "x".save()
@@ -86,7 +89,7 @@ def test_save_on_any_value():
 
 
 def test_unrelated_name_of_the_same_object_is_not_overwritten():
-    """Saving True does not return other variables that are True."""
+    """Saving True does not return other variables that are True (C23)."""
     flag = "mine"
     with Trace() as trace:
         flag = True
@@ -134,7 +137,7 @@ def test_saves_in_nested_functions():
 
 
 def test_container_filled_after_its_save():
-    """A list saved empty comes back with what was appended later."""
+    """A list saved empty comes back with what was appended later (C22)."""
     with Trace():
         steps = [].save()
         for i in range(3):
@@ -186,7 +189,7 @@ def test_save_with_arguments_on_a_value_that_has_none():
 
 
 def test_marks_of_dead_objects_are_gone():
-    """A new object at the address of a saved one that died is not taken for saved."""
+    """A new object at the address of a saved one that died is not taken for saved (C26)."""
     scope = Scope()
     thing = Thing()
     dead = weakref.ref(thing)

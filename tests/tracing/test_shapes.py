@@ -40,7 +40,7 @@ def test_nested_control_flow():
 
 
 def test_headers_of_every_shape():
-    """Parentheses, several lines, lambdas, other items before ours, and no `as` all work."""
+    """Parentheses, several lines, lambdas, other items before ours, and no `as` all work (C4)."""
     with Trace():
         a = [1].save()
     with Trace(
@@ -90,7 +90,7 @@ def test_first_statements_of_every_shape():
 
 
 def test_idle_bodies():
-    """A body of `pass`, a docstring or constants gives a block that does nothing."""
+    """A body of `pass`, a docstring or constants gives a block that does nothing (C5)."""
     with Trace() as first:
         """Only text."""
     with Trace() as second:

@@ -56,7 +56,7 @@ def test_two_names_of_one_object_stay_one():
 
 
 def test_persistent_objects_do_not_travel():
-    """Objects that the other side has go by name, wherever they occur."""
+    """Objects that the other side has go by name, wherever they occur (C12)."""
     model, tracer = threading.Lock(), threading.Lock()
     names = {id(model): "model", id(tracer): "tracer"}
     data = dumps(captured(m=model, nested=[{"t": tracer}]), lambda x: names.get(id(x)))
@@ -65,7 +65,7 @@ def test_persistent_objects_do_not_travel():
 
 
 def test_value_that_cannot_travel_is_named():
-    """The error names the variable, its type and the reason, and is a TypeError."""
+    """The error names the variable, its type and the reason, and is a TypeError (G52)."""
     with pytest.raises(
         TransportError, match=r"variable `gate` \(a _thread.lock\).*cannot pickle"
     ) as e:
@@ -77,7 +77,7 @@ def test_value_that_cannot_travel_is_named():
 
 
 def test_value_that_cannot_be_rebuilt_is_named():
-    """A value that fails on the other side is named there."""
+    """A value that fails on the other side is named there (C95, G51)."""
     data = dumps(captured(good=1, bad=Unloadable()), nobody)
     with pytest.raises(TransportError, match=r"`bad` cannot be rebuilt.*LookupError: not here"):
         loads(data, nobody)
@@ -124,7 +124,7 @@ def run_elsewhere(block):
 
 
 def test_users_functions_and_classes_travel_by_value(tmp_path):
-    """Functions and classes of the user's modules run where those cannot be imported."""
+    """Functions and classes of the user's modules run where those cannot be imported (C12)."""
     helper = load(
         tmp_path / "users_helper.py",
         """
@@ -169,7 +169,7 @@ def test_functions_keep_their_file():
 
 
 def test_installed_code_travels_by_name():
-    """What is installed goes by reference and is the same object after a load."""
+    """What is installed goes by reference and is the same object after a load (C14)."""
     values = there_and_back(captured(f=msgspec.json.encode, t=threading.Thread, m=msgspec)).values
     assert values == {"f": msgspec.json.encode, "t": threading.Thread, "m": msgspec}
     values = there_and_back(captured(own=dumps, kind=Block)).values
@@ -192,7 +192,7 @@ def test_function_form_travels(tmp_path):
 
 
 def test_code_is_data():
-    """The code in the bytes is its text, and no pickle."""
+    """The code in the bytes is its text, and no pickle (C12)."""
     block = Block(code=Code("    marker_in_source = 1\n", "f.py", 2))
     envelope = msgspec.msgpack.decode(dumps(block, nobody))
     assert envelope["code"]["source"] == "    marker_in_source = 1\n"

@@ -26,7 +26,7 @@ print(f(8))
 
 
 def test_script(tmp_path):
-    """A script run by path, also by a relative one with another directory made current."""
+    """A script run by path, also by a relative one with another directory made current (C2)."""
     (tmp_path / "script.py").write_text(TRACE + "import os; os.chdir('/')\n" + PROGRAM)
     done = python(str(tmp_path / "script.py"))
     relative = python("script.py", cwd=tmp_path)
@@ -36,13 +36,13 @@ def test_script(tmp_path):
 
 @pytest.mark.parametrize("options", ["-c", "-Bc", "-X dev -c", "-X no_debug_ranges -c", "-O -c"])
 def test_program_of_the_command_line(options):
-    """`python -c` works on every version, with options before it and arguments after it."""
+    """`python -c` works on every version, with options before it and arguments after it (C2)."""
     done = python(*options.split(), TRACE + PROGRAM, "-c", "argument")
     assert done.stdout.split("\n")[:3] == ["[3] 21", "[4] 21", "[8]"], done.stderr
 
 
 def test_piped_script_has_no_source():
-    """A script piped on stdin is refused with advice that fits."""
+    """A script piped on stdin is refused with advice that fits (C2, G17)."""
     done = python("-", stdin=TRACE + PROGRAM)
     assert "WithBlockNotFoundError" in done.stderr
     assert "piped script" in done.stderr
@@ -70,7 +70,7 @@ def test_exec_of_other_text_than_registered():
 
 
 def test_exec_of_unregistered_text():
-    """Text of no file and no linecache entry is refused with advice that fits."""
+    """Text of no file and no linecache entry is refused with advice that fits (C2, G17)."""
     text = "with Trace():\n    x = [1].save()\n"
     with pytest.raises(WithBlockNotFoundError, match="register text run by `exec`"):
         exec(compile(text, "<nowhere>", "exec"), {"Trace": Trace})
@@ -88,7 +88,7 @@ def shell():
 
 @pytest.mark.parametrize("interactivity", ["last_expr", "all"])
 def test_notebook_cell(shell, interactivity):
-    """A notebook cell, whose statements IPython compiles one by one, is captured each time."""
+    """A notebook cell, whose statements IPython compiles one by one, is captured each time (C2)."""
     shell.ast_node_interactivity = interactivity
     for n in (1, 2):
         shell.run_cell(f"n = {n}\nwith Trace():\n    n\n    x = [n].save()\nx").raise_error()

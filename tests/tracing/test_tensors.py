@@ -33,7 +33,7 @@ def test_dtypes_and_shapes(dtype, shape):
 
 
 def test_view_does_not_carry_its_storage():
-    """One row of a large tensor travels as one row."""
+    """One row of a large tensor travels as one row (C25)."""
     large = torch.randn(1000, 1000)
     data = data_of(row=large[3], column=large[:, 3])
     assert len(data) < 2 * 4000 + 2000

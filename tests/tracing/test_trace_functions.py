@@ -19,7 +19,7 @@ def traced(value):
 
 
 def test_python_trace_function_is_restored():
-    """A coverage-like trace function sees the lines around the trace, before and after it."""
+    """A coverage-like trace function sees the lines around the trace, before and after it (C7)."""
     lines, previous = [], sys.gettrace()
 
     def tracer(frame, event, arg):
@@ -135,7 +135,10 @@ print(g())
 
 @pytest.mark.parametrize("core", ["ctrace", "pytrace"])
 def test_coverage_measures_what_follows(tmp_path, monkeypatch, core):
-    """Under coverage, in C or Python, the lines after a trace and in its callers are recorded."""
+    """Under coverage, in C or Python, the lines after a trace and in its callers are recorded.
+
+    (C7).
+    """
     pytest.importorskip("coverage")
     (tmp_path / "traced_helper.py").write_text(TRACE)
     (tmp_path / "measured.py").write_text(MEASURED)

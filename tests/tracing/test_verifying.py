@@ -38,7 +38,10 @@ def f(y=5):
     ],
 )
 def test_file_edited_after_import(tmp_path, after):
-    """A file that no longer is the running code is an error, never another block's code."""
+    """A file that no longer is the running code is an error, never another block's code.
+
+    (C2, G17).
+    """
     path = tmp_path / "edited_module.py"
     linecache.checkcache()
     module = load(path, BEFORE)
@@ -56,7 +59,7 @@ def test_edit_that_leaves_the_body_alone(tmp_path):
 
 
 def test_edit_after_the_first_capture(tmp_path):
-    """What was captured once from running code stays right whatever becomes of the file."""
+    """What was captured once from running code stays right whatever becomes of the file (C3)."""
     path = tmp_path / "later_module.py"
     module = load(path, BEFORE)
     assert module.f() == [6, 1]
@@ -111,7 +114,7 @@ def test_many_constants_and_names(tmp_path):
 
 
 def test_file_that_is_gone(tmp_path):
-    """Without its file, a module's block cannot be captured, and the error says so."""
+    """Without its file, a module's block cannot be captured, and the error says so (C2, G17)."""
     path = tmp_path / "gone_module.py"
     module = load(path, BEFORE)
     path.unlink()

@@ -29,6 +29,8 @@ class Rows:
 
 Wrote = Callable[[int, int, torch.Tensor, bool], None]
 """Told of a write: which leaf, how many rows, the value, and whether it replaced the tensor."""
+Check = Callable[[int, torch.Tensor, Rows], None]
+"""Called with a leaf's place, a tensor and the request's rows; raises if it must not be there."""
 
 
 class Event:
@@ -38,7 +40,7 @@ class Event:
         value: what the module was called with (``(args, kwargs)``) or returned.
         sizes: lengths along which a tensor counts as one row a token (real, padded).
         spans: rows of the requests that wait here; copies are taken over their hull, once.
-        check: called with a leaf's place and a tensor, raises if it must not be written there.
+        check: refuses what must not be written.
         is_models: whether a tensor is the model's own, so that edits go into a copy of it.
     """
 
@@ -47,7 +49,7 @@ class Event:
         value: Any,
         sizes: Sequence[int],
         spans: Sequence[Rows],
-        check: Callable[[int, torch.Tensor], None] | None = None,
+        check: Check | None = None,
         is_models: Callable[[torch.Tensor], bool] | None = None,
     ):
         self.leaves, self._build = flatten(value)
@@ -97,7 +99,7 @@ class Event:
                 writing into the one it has.
         """
         if self._check is not None:
-            self._check(index, value)
+            self._check(index, value, rows)
         if not replace and self._is_models is not None:
             replace = self._is_models(self.leaves[index])
         with torch.inference_mode(self.leaves[index].is_inference()):

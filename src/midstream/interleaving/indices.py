@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from midstream.interleaving.events import Rows
 from midstream.interleaving.structure import flatten
 
 Limit = Callable[[torch.nn.Module, str], int | None]
@@ -30,7 +31,7 @@ class IndexCheck:
     def __init__(self, module: torch.nn.Module, call: Any, limit: Limit):
         self._module, self._call, self._limit = module, call, limit
 
-    def __call__(self, index: int, value: torch.Tensor) -> None:
+    def __call__(self, index: int, value: torch.Tensor, rows: Rows) -> None:
         """Check a leaf of the arguments.
 
         Raises:
@@ -71,7 +72,7 @@ class RangeCheck:
     def __init__(self, value: Any):
         self._leaves = flatten(value)[0]
 
-    def __call__(self, index: int, value: torch.Tensor) -> None:
+    def __call__(self, index: int, value: torch.Tensor, rows: Rows) -> None:
         """Check a leaf.
 
         Raises:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from midstream.errors import OutOfOrderError
-from midstream.interleaving.events import Event, Rows
+from midstream.interleaving.events import Check, Event, Rows
 from midstream.interleaving.indices import IndexCheck, Limit
 from midstream.interleaving.locations import ENGINE_ORDER, LOGITS, SAMPLES, Location
 from midstream.interleaving.recording import Recordings
@@ -175,14 +175,14 @@ class Interleaver:
         value: Any,
         rows: Mapping[Run, Rows] | None = None,
         sizes: Sequence[int] = (),
-        check: Callable[[int, torch.Tensor], None] | None = None,
+        check: Check | None = None,
     ) -> Any:
         """Offer a value to the blocks that wait for it.
 
         Args:
             value: what the model goes on with unless a block changes it.
             rows, sizes: as in ``phase``, for a value that is handed over outside one.
-            check: called with a leaf's place and a tensor, raises if no block may write it there.
+            check: refuses what no block may write there.
 
         Returns:
             The value the model goes on with.

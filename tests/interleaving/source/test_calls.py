@@ -14,7 +14,7 @@ from tests.interleaving.toy import Steps, rows
 
 
 def test_reads(steps: Steps) -> None:
-    """Outputs, inputs and all arguments of calls and assignments, in order."""
+    """Outputs, inputs and all arguments of calls and assignments, in order (B3)."""
     x, got = rows(5, 1), {}
 
     def block() -> None:
@@ -94,7 +94,7 @@ WRITES.append(zero_by_skip_after_its_input)
 @pytest.mark.parametrize("neighbour", [False, True])
 @pytest.mark.parametrize("write", WRITES)
 def test_writes(steps: Steps, write: Callable[..., None], neighbour: bool) -> None:
-    """A write or skip changes this request's rows only, whatever else is in the step."""
+    """A write or skip changes this request's rows only, whatever else is in the step (B3)."""
     parts, back = [rows(3, 1), rows(2, 2)], {}
 
     def block() -> None:

@@ -32,12 +32,12 @@ def root() -> Any:
 
 
 def test_source_is_printed_with_its_operations(root: Any) -> None:
-    """The text with line numbers, and beside each line the names of its operations."""
+    """The text with line numbers, and beside each line the names of its operations (B5)."""
     assert str(root.layers[0].source) == LAYER
 
 
 def test_operation_is_printed_in_its_lines(root: Any) -> None:
-    """One operation shows the lines around it and an arrow at its own."""
+    """One operation shows the lines around it and an arrow at its own (B5)."""
     text = str(root.layers[0].source.torch_tanh_0)
     assert text.splitlines()[0] == "torch_tanh_0:"
     assert [line for line in text.splitlines() if line.startswith("-->")] == [
@@ -82,7 +82,7 @@ def test_paths_of_nothing(root: Any, path: str) -> None:
 
 
 def test_unknown_operation(root: Any) -> None:
-    """A name that the forward does not have is an error that lists those it has."""
+    """A name that the forward does not have is an error that lists those it has (B5)."""
     with pytest.raises(AttributeError) as failure:
         root.layers[0].source.attn_0
     text = str(failure.value)
@@ -91,7 +91,10 @@ def test_unknown_operation(root: Any) -> None:
 
 
 def test_source_of_an_operation(root: Any) -> None:
-    """A called module's is the module's own, a function's its own, and a kernel has none."""
+    """A called module's is the module's own, a function's its own, and a kernel has none.
+
+    (B3, G45).
+    """
     layer = root.layers[0].source
     assert layer.self_mlp_0.source.path == "layers.0.mlp.source"
     with pytest.raises(SourceNotAvailableError, match=r"calls .*builtin"):
@@ -142,7 +145,7 @@ class Holder(torch.nn.Module):
     ],
 )
 def test_forward_without_operations(module: torch.nn.Module, reason: str) -> None:
-    """A forward that is not Python in one piece is refused, naming the module and why."""
+    """A forward that is not Python in one piece is refused, naming the module and why (G45)."""
     node = Tree(Holder(module)).root.inner
     with pytest.raises(SourceNotAvailableError, match=reason) as failure:
         node.source

@@ -49,7 +49,7 @@ def names(text: str) -> list[str]:
     ],
 )
 def test_names(text: str, expected: list[str]) -> None:
-    """A dotted path with underscores and a counter shared by calls and assignments."""
+    """A dotted path with underscores and a counter shared by calls and assignments (B4)."""
     assert names(text) == expected
 
 

@@ -44,10 +44,14 @@ def path(monkeypatch: pytest.MonkeyPatch) -> str:
         ("enable_dbo", True),
         ("runner", "pooling"),
         ("taps", ["model.layers.*.output"]),
+        ("mode", "async"),
     ],
 )
 def test_what_blocks_cannot_work_with(path: str, argument: str, value: Any) -> None:
-    """It is refused at construction, also without an engine, with the argument's name."""
+    """It is refused at construction, also without an engine, with the argument's name.
+
+    (O3, O21, G6, G7, G8, case 22).
+    """
     with pytest.raises(UnsupportedError, match=argument) as failure:
         VLLM(path, **{argument: value})
     assert isinstance(failure.value, NotImplementedError)
@@ -70,13 +74,13 @@ def test_sizes_of_one_are_accepted(argument: str) -> None:
     ],
 )
 def test_misspelled_engine_argument(path: str, wrong: str, right: str) -> None:
-    """The error names it and the nearest there is, midstream's own included."""
+    """The error names it and the nearest there is, midstream's own included (A2)."""
     with pytest.raises(TypeError, match=rf"'{wrong}' is not .*\. Did you mean '{right}'\?"):
         VLLM(path, **{wrong: 1})
 
 
 def test_unknown_engine_argument(path: str) -> None:
-    """One that resembles nothing is named without a guess."""
+    """One that resembles nothing is named without a guess (A2)."""
     with pytest.raises(TypeError, match=r"'qqqqqq' is not an argument of vLLM's engine\.$"):
         VLLM(path, qqqqqq=1)
 
@@ -89,13 +93,13 @@ def test_model_is_the_first_argument(path: str) -> None:
 
 @pytest.mark.parametrize("mode", ["asynch", "Sync", ""])
 def test_misspelled_mode(path: str, mode: str) -> None:
-    """An unknown mode is a ValueError with the ones there are."""
+    """An unknown mode is a ValueError with the ones there are (O15, A3)."""
     with pytest.raises(ValueError, match=rf"mode='{mode}': expected 'sync' or 'async'"):
         VLLM(path, mode=mode)  # type: ignore[arg-type]
 
 
 def test_eager_may_be_asked_for() -> None:
-    """`enforce_eager=True` makes no difference to what can be traced, and is accepted."""
+    """`enforce_eager=True` makes no difference to what can be traced, and is accepted (O3, A24)."""
     model = VLLM(str(checkpoint("T-LLAMA", with_tokenizer=True)), enforce_eager=True, **TINY)
     assert not model.dispatched
     assert model.taps == ()
@@ -122,7 +126,7 @@ class MyScheduler(BlockScheduler):
     ],
 )
 def test_class_that_does_not_subclass_ours(path: str, argument: str, value: Any) -> None:
-    """It would run no blocks: a ValueError that names the class to derive from."""
+    """It would run no blocks: a ValueError that names the class to derive from (O15, A27, G11)."""
     with pytest.raises(
         ValueError, match=rf"{argument}=.* does not subclass .*Derive your class from"
     ):
@@ -130,7 +134,7 @@ def test_class_that_does_not_subclass_ours(path: str, argument: str, value: Any)
 
 
 def test_class_that_subclasses_ours() -> None:
-    """It is used as it is, given as a class or by its name; without one ours are."""
+    """It is used as it is, given as a class or by its name; without one ours are (A27)."""
     assert arguments.worker(MyWorker, cpu=True) is MyWorker
     name = f"{MyWorker.__module__}.{MyWorker.__qualname__}"
     assert arguments.worker(name, cpu=True) == name
@@ -147,14 +151,14 @@ def test_class_that_subclasses_ours() -> None:
 def test_older_runner_by_the_environment(
     path: str, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
-    """The setting that selects it is named."""
+    """The setting that selects it is named (O2, A28, G10)."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
     with pytest.raises(EngineBuildError, match=f"VLLM_USE_V2_MODEL_RUNNER='{value}'.*Unset it"):
         VLLM(path)
 
 
 def test_older_runner_by_an_engine_argument() -> None:
-    """Features for which vLLM falls back to it are named."""
+    """Features for which vLLM falls back to it are named (O2, A28, G10)."""
 
     class Config:
         def _get_v2_model_runner_unsupported_features(self) -> list[str]:
@@ -168,7 +172,7 @@ def test_older_runner_by_an_engine_argument() -> None:
 def test_vllm_outside_the_supported_range(
     path: str, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    """Construction fails, naming what is installed and the series that works."""
+    """Construction fails, naming what is installed and the series that works (O2, G12)."""
     _install(monkeypatch, {"vllm": version})
     with pytest.raises(
         EngineBuildError, match=rf"vllm {re.escape(version)} .*vLLM 0\.32\.x"
@@ -195,7 +199,7 @@ def test_supported_vllm(
 
 
 def test_no_vllm(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without vLLM the error names the extras that bring it."""
+    """Without vLLM the error names the extras that bring it (G15)."""
     _install(monkeypatch, {})
     with pytest.raises(EngineBuildError, match=r"not installed.*`vllm`.*`cpu`"):
         VLLM(path)
@@ -230,13 +234,16 @@ def _install(monkeypatch: pytest.MonkeyPatch, packages: dict[str, str]) -> None:
     ],
 )
 def test_misspelled_setting(llama: Any, wrong: str, right: str) -> None:
-    """It is a TypeError of the call that names the nearest there is."""
+    """It is a TypeError of the call that names the nearest there is.
+
+    (O15, C33, G28, case 47, case 63).
+    """
     with pytest.raises(TypeError, match=rf"'{wrong}' is not .*\. Did you mean '{right}'\?"):
         llama.trace(A, **{wrong: 1})
 
 
 def test_setting_out_of_range(llama: Any) -> None:
-    """The refusal of vLLM comes from the call, too."""
+    """The refusal of vLLM comes from the call, too (G29)."""
     from vllm.exceptions import VLLMValidationError
 
     with pytest.raises(VLLMValidationError, match="temperature must be non-negative"):
@@ -244,7 +251,10 @@ def test_setting_out_of_range(llama: Any) -> None:
 
 
 def test_both_names_of_the_length(llama: Any) -> None:
-    """`max_tokens` and `max_new_tokens` are one setting, so only one of them may be given."""
+    """`max_tokens` and `max_new_tokens` are one setting, so only one of them may be given.
+
+    (O15, C34, case 28).
+    """
     for name in ("max_tokens", "max_new_tokens"):
         settings = {"temperature": 0.0, name: 5}
         with llama.trace(A, **settings) as tracer:
@@ -255,7 +265,7 @@ def test_both_names_of_the_length(llama: Any) -> None:
 
 
 def test_requests_keep_what_the_user_set(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's extra_args, salt and adapter reach vLLM beside the block."""
+    """A user's extra_args, salt and adapter reach vLLM beside the block (O15, C35, C37, C38)."""
     core, seen = llama.vllm_entrypoint.llm_engine, []
     submit = core.add_request
 
@@ -269,7 +279,15 @@ def test_requests_keep_what_the_user_set(llama: Any, monkeypatch: pytest.MonkeyP
     settings = {"extra_args": mine, "seed": 7, "max_tokens": 1, "lora_request": adapter}
     with llama.trace({"prompt_token_ids": A, "cache_salt": "mine"}, **settings):
         logits = llama.logits.save()
-    ((prompt, params, lora_request),) = seen
+    with llama.trace(max_tokens=1, lora_request=adapter) as tracer:
+        with tracer.invoke(A):
+            pass
+        with tracer.invoke(A, lora_request=None, extra_args=mine):
+            pass
+    (prompt, params, lora_request), first, second = seen
+    assert first[2] is adapter
+    assert second[2] is None
+    assert second[1].extra_args["priority"] == "low"
     assert params.extra_args["priority"] == "low"
     assert params.seed == 7
     assert lora_request is adapter

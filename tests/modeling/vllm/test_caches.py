@@ -19,7 +19,7 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
 def test_all_modules(llama: Any, hf: Oracle) -> None:
-    """Every called module of the forward and the head is there, equal to HuggingFace's."""
+    """Every called module of the forward and the head is there, equal to HuggingFace's (C70)."""
     right = hf.reads(A)
     with llama.trace(A, max_tokens=1, **GREEDY) as tracer:
         cache = tracer.cache(include_inputs=True)
@@ -39,7 +39,10 @@ def test_all_modules(llama: Any, hf: Oracle) -> None:
 
 
 def test_steps_go_on_after_the_block(llama: Any, hf: Oracle) -> None:
-    """One value a step, to the end of the request, though the block had nothing else to do."""
+    """One value a step, to the end of the request, though the block had nothing else to do.
+
+    (C70, C71).
+    """
     right = hf.generate(A, 4)
     whole = hf.reads([*A, *right.tokens[:3]])["residual.2"]
     with llama.trace(A, max_tokens=4, **GREEDY) as tracer:
@@ -51,7 +54,10 @@ def test_steps_go_on_after_the_block(llama: Any, hf: Oracle) -> None:
 
 
 def test_edits_and_loops_beside_a_cache(llama: Any) -> None:
-    """What a loop edits is recorded as edited, in its step, and the block can read the cache."""
+    """What a loop edits is recorded as edited, in its step, and the block can read the cache.
+
+    (C70).
+    """
     with llama.trace(A, max_tokens=4, **GREEDY) as tracer:
         cache = tracer.cache(["model.layers.1.mlp"])
         for _ in tracer.iter[2:3]:
@@ -117,7 +123,7 @@ def test_a_stopped_and_a_failed_block_bring_theirs_home(llama: Any) -> None:
 
 
 def test_a_late_cache_is_refused(llama: Any) -> None:
-    """It has to be opened first."""
+    """It has to be opened first (G41)."""
     with pytest.raises(InterventionError, match=r"^ValueError: `tracer\.cache\(\)` has to be"):
         with llama.trace(A, max_tokens=1, **GREEDY) as tracer:
             llama.model.layers[2].output

@@ -22,7 +22,7 @@ Oracles = Callable[[str], Oracle]
 
 @pytest.mark.parametrize("name", ["T-LLAMA", "T-QWEN3"])
 def test_logit_lens(name: str, engine: Any, oracle: Oracles) -> None:
-    """Norm and head, called on any layer's stream, give what HuggingFace's give."""
+    """Norm and head, called on any layer's stream, give what HuggingFace's give (B27)."""
     model, reference = engine(name), oracle(name)
     with model.trace(C, **GREEDY):
         lens = []
@@ -40,7 +40,10 @@ def test_logit_lens(name: str, engine: Any, oracle: Oracles) -> None:
 
 
 def test_called_modules_are_not_traced(llama: Any, hf: Oracle) -> None:
-    """A call is no visit: the locations of the called modules still give the model's own pass."""
+    """A call is no visit: the locations of the called modules still give the model's own pass.
+
+    (A48).
+    """
     right = hf.reads(C)
     with llama.trace(C, **GREEDY):
         stream = sum(llama.model.layers[0].output)
@@ -72,7 +75,7 @@ def test_called_module_leaves_the_blocks_value_alone(llama: Any) -> None:
 
 
 def test_head_cannot_be_called_by_itself(llama: Any) -> None:
-    """VLLM does not run its head alone; the error says what to call instead."""
+    """VLLM does not run its head alone; the error says what to call instead (B27, G44)."""
     refused = pytest.raises(InterventionError, match=r"UnsupportedError: .*logits_processor\(model")
     with refused as failure, llama.trace(B, **GREEDY):
         llama.lm_head(llama.model.norm.output[0])
@@ -97,7 +100,7 @@ def test_attention_cannot_be_called(llama: Any, path: str) -> None:
 
 
 def test_parameters_can_be_read(llama: Any, hf: Oracle) -> None:
-    """A module's parameters are those of the checkpoint."""
+    """A module's parameters are those of the checkpoint (B35)."""
     with llama.trace(B, **GREEDY):
         head = llama.lm_head.weight.save()
         gain = llama.model.norm.weight.save()

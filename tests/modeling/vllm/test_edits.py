@@ -59,7 +59,10 @@ HALVED = [scale_layer(1, 0.5)]
 
 
 def test_edit_runs_for_plain_requests(model: Any, hf: Oracle) -> None:
-    """An installed block runs beside every later request, until it is cleared (C78)."""
+    """An installed block runs beside every later request, until it is cleared.
+
+    (C75, C78, case 53).
+    """
     clean, edited = (hf.generate(A, 6, changes=change).tokens for change in ((), HALVED))
     assert clean != edited
     assert generated(model, A, 6) == clean
@@ -92,9 +95,11 @@ def test_a_trace_reads_what_an_edit_wrote(model: Any, hf: Oracle) -> None:
 
 
 def test_edits_take_turns_in_the_order_of_installation(model: Any, hf: Oracle) -> None:
-    """At one location each edit sees what the one before wrote, and the block sees all (C82).
+    """At one location each edit sees what the one before wrote, and the block sees all.
 
     Also where an earlier one is late to ask, and where it keeps what it saw.
+
+    (C82).
     """
     with model.edit():
         model.model.layers[0].mlp.output
@@ -176,7 +181,7 @@ def test_edit_changes_nothing_for_requests_of_others(model: Any, hf: Oracle) -> 
 
 
 def test_values_of_edits_are_on_outputs(model: Any, hf: Oracle) -> None:
-    """What an edit saves arrives on the output of each request (C83)."""
+    """What an edit saves arrives on the output of each request (C83, C84, C90)."""
     with model.edit():
         last = sum(model.model.layers[2].output)[-1].save()
         note = "seen".save()
@@ -193,7 +198,7 @@ def test_values_of_edits_are_on_outputs(model: Any, hf: Oracle) -> None:
 
 
 def test_values_of_edits_and_of_the_trace_stay_apart(model: Any) -> None:
-    """A trace's result has the edits' values only; of one name the later edit's wins (C83)."""
+    """A trace's result has the edits' values only; of one name the later edit's wins (C59, C83)."""
     last = "untouched"
     for value in (1, 2):
         with model.edit():
@@ -250,9 +255,11 @@ def test_values_saved_in_every_step(model: Any) -> None:
 
 
 def test_error_of_an_edit_is_on_the_output(model: Any, hf: Oracle) -> None:
-    """Beside a plain request a failed edit warns and is on the output; the request goes on (C87).
+    """Beside a plain request a failed edit warns and is on the output; the request goes on.
 
     What it had written before stays written.
+
+    (C69, C87).
     """
     with model.edit(name="bad"):
         model.model.layers[0].mlp.output[:] = 0
@@ -333,7 +340,7 @@ def test_warning_of_an_edit_arrives(model: Any) -> None:
 
 
 def test_requests_choose_edits_by_name(model: Any, hf: Oracle) -> None:
-    """Without `edits=` all run; with it those names and every unnamed one (C92)."""
+    """Without `edits=` all run; with it those names and every unnamed one (C36, C92)."""
     names = ["a", "b", "a", None]
     edits = []
     for value, name in enumerate(names):
@@ -468,9 +475,11 @@ def test_random_numbers_of_a_block_do_not_depend_on_edits(model: Any) -> None:
 
 
 def test_edited_requests_stay_out_of_the_prefix_cache(model: Any, hf: Oracle) -> None:
-    """No request reads KV that an edit wrote, nor an edited one a plain one's (case 16).
+    """No request reads KV that an edit wrote, nor an edited one a plain one's.
 
     In either order, with the edit installed, left out and cleared in between.
+
+    (C88, G57, case 16, case 53).
     """
     prompt = [9, *LONG[:64], 3]
     clean, edited = (hf.generate(prompt, 5, changes=change).tokens for change in ((), HALVED))
@@ -493,7 +502,10 @@ def test_edited_requests_stay_out_of_the_prefix_cache(model: Any, hf: Oracle) ->
 
 
 def test_prompt_with_an_edit_is_whole(model: Any) -> None:
-    """An edit sees all rows of a prompt while plain prompts wait; a longer one is refused (O4)."""
+    """An edit sees all rows of a prompt while plain prompts wait; a longer one is refused.
+
+    (O4, C88, G57).
+    """
     with model.edit():
         rows = len(model.model.layers[1].output[0])
         rows.save()
@@ -529,7 +541,7 @@ def test_cleared_edit_stays_until_its_request_ends(model: Any, hf: Oracle) -> No
 
 
 def test_a_step_without_work_for_an_edit_is_plain(model: Any) -> None:
-    """After its last access an edit's request runs as without one (design, section 3)."""
+    """After its last access an edit's request runs as without one."""
     with model.edit():
         model.model.layers[0].output
     eager: list[bool] = []
@@ -571,7 +583,7 @@ def test_edit_that_cannot_be_installed_says_so(model: Any) -> None:
 
 
 def test_refused_forms(model: Any) -> None:
-    """`inplace=False`, a name that is no text, and edits in a block (G54, G55)."""
+    """`inplace=False`, a name that is no text, and edits in a block (C79, C80, G54, G55)."""
     with pytest.raises(ValueError, match="no copy"):
         model.edit(inplace=False)
     with pytest.raises(TypeError, match="name is text; got int"):
@@ -599,7 +611,7 @@ def test_edit_of_another_model_is_refused(model: Any) -> None:
 
 
 def test_edits_end_with_their_engine(model: Any, hf: Oracle) -> None:
-    """The first edit builds the engine (A10); `close()` clears all, and the next starts without."""
+    """The first edit builds the engine; `close()` clears all, and the next starts without (A10)."""
     halved, clean = (hf.generate(A, 4, changes=change).tokens for change in (HALVED, ()))
     with VLLM(model.repo, **TINY) as fresh:
         edit = halve(fresh, name="halve")
@@ -619,7 +631,10 @@ def test_edits_end_with_their_engine(model: Any, hf: Oracle) -> None:
 
 
 def test_preempted_requests_keep_their_edits(model: Any) -> None:
-    """A request that loses its place for lack of memory returns to its edits, each step once."""
+    """A request that loses its place for lack of memory returns to its edits, each step once.
+
+    (O4, C60).
+    """
     prompts = [[10 + i] * (20 + i) for i in range(6)]
     few = {**TINY, "max_model_len": 128, "num_gpu_blocks_override": 11}
     with VLLM(model.repo, **few) as crowded:

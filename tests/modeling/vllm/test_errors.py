@@ -31,7 +31,10 @@ class Stop(BaseException):
 
 
 def test_exception_arrives_with_its_type_message_and_line(serving: Any) -> None:
-    """It is a RuntimeError that begins with the original and has it as its cause."""
+    """It is a RuntimeError that begins with the original and has it as its cause.
+
+    (O10, C13, C93, G49).
+    """
     with pytest.raises(RuntimeError) as failure, serving.trace(A, **SETTINGS):
         hidden = serving.model.layers[1].output[0]
         raise ValueError("no such direction", 7)  # raise
@@ -50,7 +53,10 @@ def test_exception_arrives_with_its_type_message_and_line(serving: Any) -> None:
 
 
 def test_traceback_shows_the_users_code_only(serving: Any) -> None:
-    """Neither midstream's files nor how a body is skipped show in the text or in the chain."""
+    """Neither midstream's files nor how a body is skipped show in the text or in the chain.
+
+    (C98).
+    """
     with pytest.raises(InterventionError) as failure, serving.trace(A, **SETTINGS):
         serving.samples[:] = 4711
         serving.model.layers[0].output
@@ -75,7 +81,10 @@ RAISED = {
 
 @pytest.mark.parametrize("name", RAISED)
 def test_every_kind_of_exception_arrives(serving: Any, name: str) -> None:
-    """Built-in, the user's own, SystemExit or no Exception at all: type and arguments come back."""
+    """Built-in, the user's own, SystemExit or no Exception at all: type and arguments come back.
+
+    (O10, C94, G49).
+    """
     make = RAISED[name]
     with pytest.raises(InterventionError) as failure, serving.trace(A, **SETTINGS):
         serving.model.layers[1].output
@@ -94,7 +103,10 @@ def test_keyboard_interrupt_stays_one(serving: Any) -> None:
 
 
 def test_exception_of_a_type_that_cannot_be_imported(serving: Any) -> None:
-    """A type made in a function has no import path: the text says all, and there is no cause."""
+    """A type made in a function has no import path: the text says all, and there is no cause.
+
+    (O10).
+    """
 
     class LocalError(Exception):
         pass
@@ -128,7 +140,7 @@ def check_direction(vector: torch.Tensor) -> None:
 
 
 def test_error_in_a_helper_function_shows_its_line(serving: Any) -> None:
-    """A function of this module travels with the block, and so do its file and line."""
+    """A function of this module travels with the block, and so do its file and line (C12, C13)."""
     with pytest.raises(InterventionError) as failure, serving.trace(A, **SETTINGS):
         check_direction(serving.model.layers[1].output[0] / 0)  # call
     text = str(failure.value)
@@ -214,14 +226,17 @@ def fail_at_the_samples(model: Any, tracer: Any) -> None:
     ],
 )
 def test_block_may_fail_at_any_point(serving: Any, block: Any) -> None:
-    """Wherever in the step it fails, the error is the block's and the engine serves on."""
+    """Wherever in the step it fails, the error is the block's and the engine serves on.
+
+    (C93, G49).
+    """
     with pytest.raises(InterventionError, match="ProbeError"):
         serving.trace(A, block=block, **SETTINGS)
     assert live(serving) == [0]
 
 
 def test_failed_request_ends_early(serving: Any) -> None:
-    """The request of a failed block does not run on to its last token."""
+    """The request of a failed block does not run on to its last token (C69)."""
     settings = {**SETTINGS, "max_tokens": 50}
     with pytest.raises(InterventionError), serving.trace(A, **settings) as tracer:
         raise ProbeError(0, score=0.0)
@@ -231,7 +246,7 @@ def test_failed_request_ends_early(serving: Any) -> None:
 
 
 def test_what_was_saved_before_the_failure_is_bound(serving: Any) -> None:
-    """Names that the block saved before it failed have their values; later ones have not."""
+    """Names that the block saved before it failed have their values; later ones have not (C24)."""
     later = "untouched"
     with pytest.raises(InterventionError), serving.trace(A, **SETTINGS):
         rows = serving.model.layers[1].output[0].save()

@@ -30,7 +30,7 @@ def right(hf: Oracle) -> list[list[int]]:
 
 
 def test_plain_generate_is_vllms(llama: Any, right: list[list[int]]) -> None:
-    """Without `with`, a list of prompts gives vLLM's outputs in their order (C75)."""
+    """Without `with`, a list of prompts gives vLLM's outputs in their order (C75, C77)."""
     outputs = llama.generate([A, B, C], max_tokens=4, **GREEDY)
     assert tokens(outputs) == right
     assert len({tuple(found) for found in right}) == 3
@@ -81,7 +81,10 @@ def test_default_is_vllms_sixteen_tokens(llama: Any) -> None:
 
 
 def test_settings_are_those_of_a_trace(llama: Any, right: list[list[int]]) -> None:
-    """`max_new_tokens` is `max_tokens`, and an unknown setting is a TypeError (C34, G28)."""
+    """`max_new_tokens` is `max_tokens`, and an unknown setting is a TypeError.
+
+    (O15, C33, C34, G28).
+    """
     assert tokens(llama.generate(A, max_new_tokens=4, **GREEDY)) == right[:1]
     with pytest.raises(TypeError, match="'temprature'.*'temperature'"):
         llama.generate(A, temprature=0.0)

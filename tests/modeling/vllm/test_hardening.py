@@ -100,7 +100,10 @@ def test_nan_stays_with_its_request(serving: Any) -> None:
 
 
 def test_module_after_logits_is_refused_at_once_by_a_new_engine(llama: Any) -> None:
-    """Before the engine has seen the order of modules it knows that all come before the logits."""
+    """Before the engine has seen the order of modules it knows that all come before the logits.
+
+    (O8).
+    """
     interleaver = runner_of(llama).blocks.interleaver
     known = interleaver._order, interleaver._learned
     interleaver._order, interleaver._learned = {}, False

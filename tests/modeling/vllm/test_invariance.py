@@ -31,14 +31,14 @@ def own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cpu_has_no_such_kernels() -> None:
-    """The model is refused where it is made, whether or not its engine is built."""
+    """The model is refused where it is made, whether or not its engine is built (O19)."""
     with pytest.raises(UnsupportedError, match="batch_invariant=True .* CPU.*Leave it out"):
         VLLM(str(checkpoint("T-LLAMA", with_tokenizer=True)), batch_invariant=True)
 
 
 @pytest.mark.usefixtures("own_processes")
 def test_only_the_engines_processes_get_it() -> None:
-    """Another engine's, and the caller's own, are left as they are."""
+    """Another engine's, and the caller's own, are left as they are (O19)."""
     assert "VLLM_BATCH_INVARIANT" not in process_variables(GPU)
     variables = process_variables(GPU, invariant=True)
     assert variables["VLLM_BATCH_INVARIANT"] == "1"
@@ -62,7 +62,7 @@ def test_a_fork_does_not_take_over_the_callers_choice(
 
 
 def test_engines_in_one_process_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second one that differs is refused; vLLM's own variable counts too."""
+    """A second one that differs is refused; vLLM's own variable counts too (O19)."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
     for first in (True, False):

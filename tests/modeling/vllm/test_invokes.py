@@ -21,7 +21,10 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def test_each_invoke_sees_its_own_rows(llama: Any, hf: Oracle) -> None:
-    """A name saved in several invokes comes back as a list in the order of submission."""
+    """A name saved in several invokes comes back as a list in the order of submission.
+
+    (O16, B10, C40, C41, C44).
+    """
     with llama.trace(max_tokens=1, **GREEDY) as tracer:
         for prompt in PROMPTS:
             with tracer.invoke(prompt):
@@ -34,7 +37,10 @@ def test_each_invoke_sees_its_own_rows(llama: Any, hf: Oracle) -> None:
 
 
 def test_an_edit_in_one_invoke_leaves_the_others_alone(llama: Any, hf: Oracle) -> None:
-    """Each request continues as it would alone, one edited and one replaced among plain ones."""
+    """Each request continues as it would alone, one edited and one replaced among plain ones.
+
+    (C41).
+    """
     clean = [hf.generate(prompt, 4).tokens for prompt in (A, C)]
     edited = hf.generate(B, 4, changes=[zero_mlp(0)], when="prefill").tokens
     assert edited != hf.generate(B, 4).tokens
@@ -51,7 +57,10 @@ def test_an_edit_in_one_invoke_leaves_the_others_alone(llama: Any, hf: Oracle) -
 
 
 def test_settings_of_an_invoke_win_over_the_traces(llama: Any) -> None:
-    """An invoke's own settings count, also where they equal vLLM's default or use the alias."""
+    """An invoke's own settings count, also where they equal vLLM's default or use the alias.
+
+    (C31, C32, C34, case 26).
+    """
     with llama.trace(max_tokens=5, **GREEDY) as tracer:
         with tracer.invoke(A):
             pass
@@ -68,7 +77,7 @@ def test_settings_of_an_invoke_win_over_the_traces(llama: Any) -> None:
 
 
 def test_a_name_saved_once_stays_a_plain_value(llama: Any) -> None:
-    """A value that one invoke alone saves is that value."""
+    """A value that one invoke alone saves is that value (C44)."""
     with llama.trace(max_tokens=1, **GREEDY) as tracer:
         with tracer.invoke(A):
             first = llama.logits.save()
@@ -78,7 +87,7 @@ def test_a_name_saved_once_stays_a_plain_value(llama: Any) -> None:
 
 
 def test_containers_saved_above_the_invokes_are_filled_by_all(llama: Any) -> None:
-    """Lists are filled slot by slot, appends come in order, dictionaries by key."""
+    """Lists are filled slot by slot, appends come in order, dictionaries by key (O16, C45)."""
     with llama.trace(max_tokens=1, **GREEDY) as tracer:
         slots = [None, None, [0, None]].save()
         rows = [].save()
@@ -100,7 +109,10 @@ def test_containers_saved_above_the_invokes_are_filled_by_all(llama: Any) -> Non
 
 
 def test_loop_variables_have_the_value_of_their_pass(llama: Any) -> None:
-    """A name of the trace's body has in an invoke the value it had when the invoke was opened."""
+    """A name of the trace's body has in an invoke the value it had when the invoke was opened.
+
+    (C10).
+    """
     with llama.trace(max_tokens=1, **GREEDY) as tracer:
         for layer in range(3):
             scale = layer * 10
@@ -111,7 +123,7 @@ def test_loop_variables_have_the_value_of_their_pass(llama: Any) -> None:
 
 
 def test_loops_of_different_lengths_run_side_by_side(llama: Any, hf: Oracle) -> None:
-    """Requests with loops of their own finish out of order, each as alone."""
+    """Requests with loops of their own finish out of order, each as alone (C48)."""
     lengths = [6, 2, 4]
     with llama.trace(**GREEDY) as tracer:
         for prompt, length in zip(PROMPTS, lengths, strict=True):
@@ -125,7 +137,10 @@ def test_loops_of_different_lengths_run_side_by_side(llama: Any, hf: Oracle) -> 
 
 
 def test_every_failure_is_listed_and_the_others_are_bound(llama: Any) -> None:
-    """Failed invokes are all in the error, and the values of those that finished come back."""
+    """Failed invokes are all in the error, and the values of those that finished come back.
+
+    (O10, C47, C96).
+    """
     tracer = llama.trace(max_tokens=2, **GREEDY)
     with pytest.raises(InterventionError) as raised, tracer:
         for index, prompt in enumerate(PROMPTS):
@@ -145,7 +160,7 @@ def test_every_failure_is_listed_and_the_others_are_bound(llama: Any) -> None:
 
 
 def test_a_siblings_name_is_not_visible(llama: Any) -> None:
-    """A name that one invoke binds is a NameError in another, of that request."""
+    """A name that one invoke binds is a NameError in another, of that request (C46, G43)."""
     with (
         pytest.raises(InterventionError, match="NameError: name 'only_here'"),
         llama.trace(max_tokens=1, **GREEDY) as tracer,
@@ -158,7 +173,10 @@ def test_a_siblings_name_is_not_visible(llama: Any) -> None:
 
 @pytest.mark.parametrize("form", ["none", "idle", "working"])
 def test_an_invoke_needs_a_prompt(llama: Any, form: str) -> None:
-    """A trace without any request is refused, and so is an invoke whose work would vanish."""
+    """A trace without any request is refused, and so is an invoke whose work would vanish.
+
+    (C42, C43, G25, G26).
+    """
     match = "would vanish" if form == "working" else "nothing to run"
     with pytest.raises(PromptError, match=match), llama.trace() as tracer:
         if form == "idle":
@@ -170,7 +188,10 @@ def test_an_invoke_needs_a_prompt(llama: Any, form: str) -> None:
 
 
 def test_wrong_invokes_are_refused(llama: Any) -> None:
-    """Two prompts, an unknown setting, and an invoke in a trace with a prompt say what to write."""
+    """Two prompts, an unknown setting, and an invoke in a trace with a prompt say what to write.
+
+    (C33, C42, G22, G27, G28).
+    """
     with pytest.raises(PromptError, match="loop"), llama.trace() as tracer:
         with tracer.invoke([A, B]):
             logits = llama.logits.save()
@@ -196,7 +217,10 @@ def test_an_error_in_the_body_submits_nothing(llama: Any) -> None:
 
 
 def test_several_sequences_each_have_a_block(llama: Any) -> None:
-    """With n=2 the block runs for each sequence, and saved names come back as lists."""
+    """With n=2 the block runs for each sequence, and saved names come back as lists.
+
+    (C50, case 26).
+    """
     with llama.trace(C, n=2, seed=5, temperature=1.0, max_tokens=4, ignore_eos=True) as tracer:
         ids, rows = [], len(llama.model.layers[1].output[0])
         for _ in tracer.all():
@@ -211,7 +235,10 @@ def test_several_sequences_each_have_a_block(llama: Any) -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_prompts_that_do_not_fit_one_step_wait_whole(engine: Any, policy: str) -> None:
-    """Traced prompts beyond a step's budget are run in later steps, never split; plain ones are."""
+    """Traced prompts beyond a step's budget are run in later steps, never split; plain ones are.
+
+    (O4, A25, C99, case 17).
+    """
     from vllm import SamplingParams
 
     small = type(engine("T-LLAMA"))(
@@ -244,7 +271,7 @@ def test_prompts_that_do_not_fit_one_step_wait_whole(engine: Any, policy: str) -
 
 
 def test_a_trace_of_several_requests_travels(llama: Any, hf: Oracle) -> None:
-    """`to_bytes` and `run` carry all requests of a trace."""
+    """`to_bytes` and `run` carry all requests of a trace (O23)."""
     with llama.trace(max_tokens=1, run=False, **GREEDY) as tracer:
         for prompt in PROMPTS:
             with tracer.invoke(prompt):
@@ -260,7 +287,10 @@ def test_a_shared_name_that_a_block_binds_anew_has_the_new_value(value: Any) -> 
 
 
 def test_a_prompt_beyond_what_a_step_schedules_is_refused(engine: Any) -> None:
-    """The budget of a step is what the scheduler gives it, where that is less than fits a batch."""
+    """The budget of a step is what the scheduler gives it, where that is less than fits a batch.
+
+    (O4, G50).
+    """
     llama = engine("T-LLAMA")
     with type(llama)(llama.repo, **TINY, max_num_scheduled_tokens=32) as small:
         with pytest.raises(PromptError, match="40 tokens.*at most 32"):

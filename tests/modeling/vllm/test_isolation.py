@@ -42,12 +42,15 @@ def plain(marks: Path) -> Iterator[Program]:
 
 
 def test_import_is_light(plain: Program) -> None:
-    """Importing midstream imports neither PyTorch nor vLLM."""
+    """Importing midstream imports neither PyTorch nor vLLM (A8)."""
     assert plain.facts("import")["heavy"] == []
 
 
 def test_close_leaves_nothing(plain: Program) -> None:
-    """After `close()` there is no process of the engine and no shared memory, twice closed too."""
+    """After `close()` there is no process of the engine and no shared memory, twice closed too.
+
+    (O13, A19).
+    """
     assert plain.facts("midstream")["shared_memory"]
     facts = plain.facts("afterwards")
     assert facts["processes"] == []
@@ -55,7 +58,7 @@ def test_close_leaves_nothing(plain: Program) -> None:
 
 
 def test_nothing_is_changed(plain: Program) -> None:
-    """An engine changes neither environment, paths, Triton's backends nor vLLM's code."""
+    """An engine changes neither environment, paths, Triton's backends nor vLLM's code (A8)."""
     facts = plain.facts("afterwards")
     assert facts["names"] > 5000
     assert facts["changed"] == []
@@ -64,8 +67,13 @@ def test_nothing_is_changed(plain: Program) -> None:
 
 
 def test_cuda_stays_untouched(plain: Program) -> None:
-    """The client half never initialises CUDA."""
+    """The client half never initialises CUDA (O13, A22)."""
     assert plain.facts("afterwards")["cuda"] == []
+
+
+def test_a_tree_leaves_no_process_group(plain: Program) -> None:
+    """The group that building the tree needs is gone; the engine has its own elsewhere (A12)."""
+    assert plain.facts("midstream")["group"] is False
 
 
 def test_plain_engine_is_plain(plain: Program) -> None:

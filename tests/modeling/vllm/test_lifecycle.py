@@ -75,7 +75,7 @@ def test_eos(model: Any) -> None:
 
 
 def test_stop_string(model: Any) -> None:
-    """A stop string ends a request in the client; the saves come home all the same."""
+    """A stop string ends a request in the client; the saves come home all the same (C38)."""
     with model.trace(A, max_tokens=20, stop=["t77"], **GREEDY) as tracer:
         model.logits[:] = -float("inf")
         model.logits[0, 77] = 0
@@ -98,7 +98,10 @@ def test_abort(model: Any, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("how", ["eos", "stop string", "length", "abort"])
 def test_loop_ends_with_its_request(model: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However a request ends, a loop over its steps ends with it, and what follows is run."""
+    """However a request ends, a loop over its steps ends with it, and what follows is run.
+
+    (O8, C56, C58).
+    """
     if how == "abort":
         abort_after(model, 5, monkeypatch)
     forced = {"eos": EOS, "stop string": 77}.get(how, 50)
@@ -161,7 +164,7 @@ def tokens(model: Any, steps: int = 4) -> list[int]:
 
 
 def test_two_threads(llama: Any) -> None:
-    """Traces of two threads on one engine wait for each other, and both are right."""
+    """Traces of two threads on one engine wait for each other, and both are right (O13)."""
     expected = {steps: tokens(llama, steps) for steps in (3, 12)}
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda steps: (steps, tokens(llama, steps)), [12, 3] * 4))
@@ -169,7 +172,7 @@ def test_two_threads(llama: Any) -> None:
 
 
 def test_prompt_over_the_budget(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt that does not fit a step is refused before the engine hears of it."""
+    """A prompt that does not fit a step is refused before the engine hears of it (O4, G50)."""
     core = llama.vllm_entrypoint.llm_engine
     monkeypatch.setattr(core, "add_request", lambda *args, **kwargs: pytest.fail("submitted"))
     budget = core.vllm_config.scheduler_config.max_num_batched_tokens
@@ -184,7 +187,7 @@ def test_prompt_over_the_budget(llama: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_closing_one_of_two(llama: Any) -> None:
-    """Two engines work side by side; closing one leaves the other right."""
+    """Two engines work side by side; closing one leaves the other right (O13, A20, case 57)."""
     before = tokens(llama)
     with VLLM(str(checkpoint("T-QWEN3")), skip_tokenizer_init=True, **TINY) as second:
         first = tokens(second)
@@ -212,7 +215,10 @@ def test_dropping_one_of_two(llama: Any) -> None:
 
 
 def test_memory_comes_back(llama: Any) -> None:
-    """A closed engine leaves neither weights nor KV cache, even where vLLM's object is kept."""
+    """A closed engine leaves neither weights nor KV cache, even where vLLM's object is kept.
+
+    (O13, A19, case 57).
+    """
     model = VLLM(str(llama.repo), dispatch=True, **TINY)
     tokens(model)
     runner = engine_core(model).model_executor.driver_worker.worker.model_runner
@@ -238,7 +244,7 @@ def engine_core(model: Any) -> Any:
 
 
 def test_interrupt_while_generating(model: Any) -> None:
-    """Ctrl-C reaches the caller, ends the request, and leaves the engine right."""
+    """Ctrl-C reaches the caller, ends the request, and leaves the engine right (O13)."""
     before = tokens(model)
     core = engine_core(model)
     threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
@@ -306,7 +312,7 @@ def test_interrupt_twice(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_failed_step(llama: Any) -> None:
-    """An engine that fails in this process is given up; the next trace builds a new one."""
+    """An engine that fails in this process is given up; the next trace builds a new one (O10)."""
     with VLLM(str(llama.repo), dispatch=True, **TINY) as model:
 
         def failing(*args: Any, **kwargs: Any) -> Any:
@@ -325,7 +331,7 @@ def test_failed_step(llama: Any) -> None:
 
 
 def test_too_little_cache(llama: Any) -> None:
-    """A build that fails says why, and a good one afterwards works."""
+    """A build that fails says why, and a good one afterwards works (O12, G14)."""
     with pytest.raises(
         EngineBuildError, match="ValueError: No available memory for the cache blocks"
     ):
@@ -335,7 +341,7 @@ def test_too_little_cache(llama: Any) -> None:
 
 
 def test_corrupt_weights(llama: Any, tmp_path: Path) -> None:
-    """Weights that cannot be read are named as the cause of a failed build."""
+    """Weights that cannot be read are named as the cause of a failed build (O12, G16)."""
     with VLLM(str(corrupted(llama.repo, tmp_path)), **TINY) as model:
         with pytest.raises(EngineBuildError, match=r"SafetensorError: "):
             model.dispatch()
@@ -343,7 +349,7 @@ def test_corrupt_weights(llama: Any, tmp_path: Path) -> None:
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:
-    """An architecture vLLM does not know fails at construction, with vLLM's own words."""
+    """An architecture vLLM does not know fails at construction, with vLLM's own words (G16)."""
     config = {"model_type": "llama", "architectures": ["NobodyForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(EngineBuildError, match=r"Error: [\s\S]*NobodyForCausalLM.*not supported"):
@@ -351,7 +357,7 @@ def test_unknown_architecture(tmp_path: Path) -> None:
 
 
 def test_missing_checkpoint(tmp_path: Path) -> None:
-    """A folder without a checkpoint fails at construction."""
+    """A folder without a checkpoint fails at construction (G16)."""
     with pytest.raises(EngineBuildError, match=re.escape(str(tmp_path / "nothing"))):
         VLLM(str(tmp_path / "nothing"), **TINY)
 

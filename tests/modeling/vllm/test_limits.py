@@ -87,7 +87,7 @@ LOOPS = [python_loop, torch_loop, module_loop, stubborn_loop, clause_loop, readi
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_an_endless_block_ends_its_request_only(loop: Callable[[Any], None], narrow: Any) -> None:
-    """Requests beside it, traced and plain, generate what they do without it."""
+    """Requests beside it, traced and plain, generate what they do without it (O20)."""
     expected = plain_tokens(narrow, C, max_tokens=4), plain_tokens(narrow, B, max_tokens=12)
     neighbour = Neighbour(narrow, B, max_tokens=12)
     begun = time.monotonic()
@@ -151,7 +151,10 @@ def test_the_budget_of_a_step(narrow: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_saves_over_the_limit(narrow: Any) -> None:
-    """The request fails with the sizes and the name of the largest save; others keep theirs."""
+    """The request fails with the sizes and the name of the largest save; others keep theirs.
+
+    (O20).
+    """
     with (
         pytest.raises(InterventionError, match="max_save_bytes=100000; 'big' alone has 120000"),
         narrow.trace(**SETTINGS) as tracer,
@@ -173,7 +176,10 @@ def test_an_error_of_the_block_goes_before_its_saves(narrow: Any) -> None:
 
 
 def test_values_that_a_block_keeps(narrow: Any) -> None:
-    """Holding more than the limit fails at the line that reads; what was let go does not count."""
+    """Holding more than the limit fails at the line that reads; what was let go does not count.
+
+    (O20).
+    """
     settings = {"temperature": 0.0, "max_tokens": 15, "ignore_eos": True}
     with narrow.trace(A, **settings) as tracer:
         for _ in tracer.all():

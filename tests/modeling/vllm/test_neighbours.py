@@ -44,7 +44,7 @@ def everything(model: Any, tracer: Any) -> None:
 
 @pytest.mark.parametrize("block", [misfit, out_of_vocabulary, everything])
 def test_neighbour_keeps_its_tokens(block: Block, llama: Any) -> None:
-    """A request in the same batch gets exactly the tokens it gets alone."""
+    """A request in the same batch gets exactly the tokens it gets alone (C49)."""
     alone = plain_tokens(llama, B, max_tokens=8)
     other = Neighbour(llama, B, max_tokens=8)
     try:
@@ -58,7 +58,10 @@ def test_neighbour_keeps_its_tokens(block: Block, llama: Any) -> None:
 
 
 def test_traced_request_is_alone_in_its_rows(llama: Any, hf: Oracle) -> None:
-    """Beside another request a block reads and edits its own rows, with the effect it has alone."""
+    """Beside another request a block reads and edits its own rows, with the effect it has alone.
+
+    (B9, C49).
+    """
     other = Neighbour(llama, B, max_tokens=8)
     with llama.trace(A, **GREEDY) as tracer:
         given = llama.model.embed_tokens.input.save()
@@ -90,7 +93,10 @@ def _steer(model: Any, ids: list[int]) -> Any:
 
 
 def test_steered_prompt_stays_out_of_the_prefix_cache(llama: Any, hf: Oracle) -> None:
-    """Before and after a steered run, plain requests with its prompt get what they always do."""
+    """Before and after a steered run, plain requests with its prompt get what they always do.
+
+    (O4, A26, case 16).
+    """
     shared = [(3 * i) % 100 + 10 for i in range(64)]
     first, other = [*shared, 3], [*shared, 4, 5]
     steered_first, _, _ = _steer(llama, first)
@@ -105,8 +111,11 @@ def test_steered_prompt_stays_out_of_the_prefix_cache(llama: Any, hf: Oracle) ->
     assert _cached(llama, other) == (hf.generate(other, 4).tokens, 64)
 
 
-def test_prompt_in_the_cache_is_traced_whole(llama: Any) -> None:
-    """A block sees every row of a prompt that plain requests have left in the prefix cache."""
+def test_prompt_in_the_cache_is_traced_whole(llama: Any, hf: Oracle) -> None:
+    """A block sees every row of a prompt that plain requests have left in the prefix cache.
+
+    (O4, A26, case 15).
+    """
     ids = LONG[:64]
     plain_tokens(llama, ids)
     assert _cached(llama, ids)[1] > 0
@@ -114,5 +123,7 @@ def test_prompt_in_the_cache_is_traced_whole(llama: Any) -> None:
         first = sum(llama.model.layers[2].output).save()
     with llama.trace(ids, temperature=0.0, max_tokens=1):
         second = sum(llama.model.layers[2].output).save()
+    right = hf.reads(ids)
     assert first.shape == (64, 128)
     assert torch.equal(first, second)
+    assert_close(first, right["residual.2"], right["residual.1"])

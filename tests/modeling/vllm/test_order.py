@@ -14,7 +14,10 @@ SETTINGS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4}
 
 
 def test_earlier_layer_after_a_later_one(serving: Any) -> None:
-    """Reading back in the model is refused at once, at the line, saying where to move it."""
+    """Reading back in the model is refused at once, at the line, saying where to move it.
+
+    (O8, C66, G34, case 49).
+    """
     with pytest.raises(InterventionError) as failure, serving.trace(A, **SETTINGS):
         serving.model.layers[3].output  # later
         before = "reached".save()
@@ -70,7 +73,7 @@ def read_logits_after_samples(model: Any) -> None:
     ],
 )
 def test_what_the_step_has_passed(serving: Any, block: Any, where: str) -> None:
-    """Inputs before outputs, no way back, writes included: the location is named."""
+    """Inputs before outputs, no way back, writes included: the location is named (O8, C66, G34)."""
     with pytest.raises(InterventionError) as failure:
         serving.trace(A, block=lambda model, tracer: block(model), **SETTINGS)
     assert str(failure.value).startswith(f"OutOfOrderError: '{where}' was requested but")
@@ -80,7 +83,10 @@ def test_what_the_step_has_passed(serving: Any, block: Any, where: str) -> None:
     "path", ["lm_head", "model.layers.0.self_attn.rotary_emb.apply_rotary_emb"]
 )
 def test_module_that_does_not_run(serving: Any, path: str) -> None:
-    """A location that the step ends without is an error of that step, at the line that asked."""
+    """A location that the step ends without is an error of that step, at the line that asked.
+
+    (O8).
+    """
     with pytest.raises(InterventionError) as failure, serving.trace(A, **SETTINGS):
         serving.get(path).output  # never
     text = str(failure.value)

@@ -18,7 +18,7 @@ SETTINGS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 3}
 
 
 def test_prints_come_home_in_order(llama: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a block prints in its steps is printed by the caller when the trace ends."""
+    """What a block prints in its steps is printed by the caller when the trace ends (O11, C15)."""
     with llama.trace(A, **SETTINGS) as tracer:
         print("begin")
         for step in tracer.iter[:2]:
@@ -46,7 +46,7 @@ def test_prints_of_invokes_come_in_the_order_of_submission(
 def test_a_failed_block_printed_before_it_failed(
     llama: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What it printed and warned about comes home although the trace raises."""
+    """What it printed and warned about comes home although the trace raises (O11)."""
     with (
         pytest.warns(UserWarning, match="mind the gap"),
         pytest.raises(InterventionError, match="ZeroDivisionError"),
@@ -73,7 +73,10 @@ def test_what_the_callers_encoding_lacks_is_shown_as_escapes(
 
 
 def test_a_warning_has_the_users_line(llama: Any) -> None:
-    """The caller catches it where the trace ends, at the line of the block that warned."""
+    """The caller catches it where the trace ends, at the line of the block that warned.
+
+    (O11, C97).
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with llama.trace(A, **SETTINGS):
@@ -86,7 +89,7 @@ def test_a_warning_has_the_users_line(llama: Any) -> None:
 
 
 def test_a_warning_of_torch_comes_home(llama: Any) -> None:
-    """Libraries that a block calls warn in the caller's process too."""
+    """Libraries that a block calls warn in the caller's process too (C97)."""
     with (
         pytest.warns(UserWarning, match="size .* different to the input size"),
         llama.trace(A, **SETTINGS),
@@ -95,7 +98,10 @@ def test_a_warning_of_torch_comes_home(llama: Any) -> None:
 
 
 def test_the_callers_filters_decide(llama: Any) -> None:
-    """A filter may turn a block's warning into an error, or hide it; values are bound anyway."""
+    """A filter may turn a block's warning into an error, or hide it; values are bound anyway.
+
+    (O11).
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
         with pytest.raises(ResourceWarning, match="as an error"), llama.trace(A, **SETTINGS):

@@ -41,7 +41,10 @@ def served(
 
 
 def test_failed_build(served: Program) -> None:
-    """What fails in an engine process is the caller's error, in full, and leaves no process."""
+    """What fails in an engine process is the caller's error, in full, and leaves no process.
+
+    (O12).
+    """
     facts = served.facts("failed_build")
     assert "SafetensorError: " in facts["text"].splitlines()[0]
     assert facts["seconds"] < 90
@@ -117,7 +120,7 @@ def test_a_cache_and_a_skip(served: Program) -> None:
 
 
 def test_two_threads(served: Program) -> None:
-    """Traces of two threads wait for each other, and both are right."""
+    """Traces of two threads wait for each other, and both are right (O13)."""
     facts = served.facts("two_threads")
     assert facts["found"] == facts["expected"]
     assert [len(tokens) for tokens in facts["found"]] == [12, 3] * 3
@@ -129,7 +132,10 @@ def test_prompt_over_the_budget(served: Program) -> None:
 
 
 def test_interrupt(served: Program) -> None:
-    """A terminal's Ctrl-C reaches the caller, ends the request, and leaves the engine right."""
+    """A terminal's Ctrl-C reaches the caller, ends the request, and leaves the engine right.
+
+    (O13).
+    """
     facts = served.facts("interrupt")
     assert facts["raised"] == "KeyboardInterrupt"
     assert facts["live"] == 0
@@ -139,7 +145,10 @@ def test_interrupt(served: Program) -> None:
 
 @pytest.mark.parametrize("what", ["exit", "core_killed"])
 def test_death(served: Program, what: str) -> None:
-    """A dead engine, by its worker or its core, is an error in bounded time; the next is built."""
+    """A dead engine, by its worker or its core, is an error in bounded time; the next is built.
+
+    (O10).
+    """
     facts = served.facts(what)
     assert facts["is_runtime_error"]
     assert "serving.py, line " in facts["text"]  # names the block that ran
@@ -233,7 +242,10 @@ def test_parent_gone_before_anyone_looked() -> None:
 
 
 def test_script_without_a_guard(unguarded: Program) -> None:
-    """Where vLLM starts its processes afresh, a script without a guard is told to have one."""
+    """Where vLLM starts its processes afresh, a script without a guard is told to have one.
+
+    (O13, A21, G13).
+    """
     facts = unguarded.facts("refused")
     assert "if __name__ == '__main__'" in facts["text"]
     assert facts["processes"] == []

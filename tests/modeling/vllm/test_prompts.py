@@ -54,7 +54,10 @@ FORMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_the_same_prompt(form: str, llama: Any, hf: Oracle) -> None:
-    """Text, ids, a tokenizer's output and vLLM's dictionaries give the same rows, bit for bit."""
+    """Text, ids, a tokenizer's output and vLLM's dictionaries give the same rows, bit for bit.
+
+    (C27, C28, case 26, case 29).
+    """
     prompt = FORMS[form](llama.tokenizer)
     before = repr(prompt)
     tracer = llama.trace(prompt, block=_rows, **GREEDY)
@@ -68,7 +71,7 @@ def test_every_form_is_the_same_prompt(form: str, llama: Any, hf: Oracle) -> Non
 
 
 def test_chat_messages_go_through_the_template(demo_engine: Any) -> None:
-    """Messages are the ids that the tokenizer's chat template makes of them."""
+    """Messages are the ids that the tokenizer's chat template makes of them (O14, C29)."""
     messages = [
         {"role": "system", "content": "Answer briefly."},
         {"role": "user", "content": "The capital of France?"},
@@ -84,7 +87,10 @@ def test_chat_messages_go_through_the_template(demo_engine: Any) -> None:
 
 
 def test_text_is_tokenized_as_the_tokenizer_does_it(demo_engine: Any) -> None:
-    """The rows of a text are the tokens that `model.tokenizer` gives, byte fallbacks included."""
+    """The rows of a text are the tokens that `model.tokenizer` gives, byte fallbacks included.
+
+    (C30).
+    """
     text = "Zażółć 🜁 the  capital\n"
     tracer = demo_engine.trace(
         text, block=lambda model, tracer: model.model.embed_tokens.input, **GREEDY
@@ -114,21 +120,24 @@ EMPTY: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", SEVERAL)
 def test_several_prompts_show_the_loop_to_write(case: str, llama: Any) -> None:
-    """A list of prompts is refused before anything runs, with the loop to write instead."""
+    """A list of prompts is refused before anything runs, with the loop to write instead.
+
+    (O14, C28, G22).
+    """
     with pytest.raises(PromptError, match=r"(?s)one prompt.*for prompt in prompts:") as failure:
         llama.trace(SEVERAL[case], block=_rows)
     assert isinstance(failure.value, ValueError)
 
 
 def test_two_positional_prompts_show_the_loop_to_write(llama: Any) -> None:
-    """So are two prompts side by side."""
+    """So are two prompts side by side (C28, G23)."""
     with pytest.raises(PromptError, match=r"(?s)Got 2 prompts\..*for prompt in prompts:"):
         llama.trace("t11", "t12")
 
 
 @pytest.mark.parametrize("case", EMPTY)
 def test_empty_prompt(case: str, llama: Any) -> None:
-    """A prompt without a token is refused as that."""
+    """A prompt without a token is refused as that (C28, G24)."""
     with pytest.raises(PromptError, match="Empty prompt"):
         llama.trace(EMPTY[case], block=_rows)
 
@@ -148,7 +157,7 @@ def test_mask_of_another_length(llama: Any) -> None:
 
 
 def test_images_are_refused(llama: Any) -> None:
-    """A multimodal prompt names what takes one."""
+    """A multimodal prompt names what takes one (O14)."""
     with pytest.raises(UnsupportedError, match="TransformersModel") as failure:
         llama.trace({"prompt": TEXT, "multi_modal_data": {"image": object()}}, block=_rows)
     assert isinstance(failure.value, NotImplementedError)
@@ -163,7 +172,7 @@ def test_refused_prompt_of_a_with_statement(llama: Any) -> None:
 
 
 def test_vllms_own_refusals_reach_the_caller(llama: Any) -> None:
-    """An id outside the vocabulary, or a prompt beyond the context, is vLLM's own error."""
+    """An id outside the vocabulary, or a prompt beyond the context, is vLLM's own error (G30)."""
     from vllm.exceptions import VLLMValidationError
 
     with pytest.raises(VLLMValidationError, match="out of vocabulary"):
@@ -186,7 +195,7 @@ def narrow() -> Iterator[Any]:
 
 @pytest.mark.parametrize("count", [63, 64])
 def test_prompt_that_fits_a_step(narrow: Any, hf: Oracle, count: int) -> None:
-    """A prompt up to the size of a step has all its rows."""
+    """A prompt up to the size of a step has all its rows (case 19)."""
     got = narrow.trace(LONG[:count], block=_rows, **GREEDY).saves
     right = hf.reads(LONG[:count])
     assert got["ids"].tolist() == LONG[:count]
@@ -194,7 +203,10 @@ def test_prompt_that_fits_a_step(narrow: Any, hf: Oracle, count: int) -> None:
 
 
 def test_prompt_longer_than_a_step(narrow: Any) -> None:
-    """One token more is refused before it is submitted, with both numbers and the argument."""
+    """One token more is refused before it is submitted, with both numbers and the argument.
+
+    (O4, G50, case 17, case 19).
+    """
     text = " ".join(f"t{i}" for i in LONG[:65])
     for prompt in (LONG[:65], text, {"prompt": text}):
         with pytest.raises(PromptError, match=r"65 tokens.* at most 64.*max_num_batched_tokens=65"):
@@ -215,7 +227,10 @@ def test_length_of_a_text_is_counted_in_tokens(
 
 
 def test_prompt_that_a_step_has_no_room_for(narrow: Any) -> None:
-    """Beside a prompt that is run in parts, a traced one still is run whole."""
+    """Beside a prompt that is run in parts, a traced one still is run whole.
+
+    (O4, A25, C99, case 17).
+    """
     other = Neighbour(narrow, LONG[:100], max_tokens=12)
     got = narrow.trace(LONG[:40], block=_rows, **GREEDY).saves
     assert got["ids"].tolist() == LONG[:40]

@@ -21,7 +21,10 @@ Oracles = Callable[[str], Oracle]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_location_equals_huggingface(name: str, engine: Any, oracle: Oracles) -> None:
-    """At the first, a middle and the last layer, and around them, all is as on HuggingFace."""
+    """At the first, a middle and the last layer, and around them, all is as on HuggingFace.
+
+    (B1, B18, B20, B21, B24, B25, B36).
+    """
     keys = list(_keys(oracle(name)))
     got = engine(name).trace(C, block=_reading(keys), **GREEDY).saves
     assert got.keys() == set(keys)
@@ -115,7 +118,10 @@ def _nested(paths: list[str]) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", ["T-LLAMA", "T-QWEN3"])
 def test_residual_stream_at_every_layer(name: str, engine: Any, oracle: Oracles) -> None:
-    """The stream leaving a layer is the sum of its pair; the first element alone is not it."""
+    """The stream leaving a layer is the sum of its pair; the first element alone is not it.
+
+    (B16, B25, case 3).
+    """
     model = engine(name)
     with model.trace(C, **GREEDY):
         pairs = [layer.output for layer in model.model.layers].save()
@@ -125,7 +131,7 @@ def test_residual_stream_at_every_layer(name: str, engine: Any, oracle: Oracles)
 
 
 def test_residual_stream_of_gpt2(engine: Any, oracle: Oracles) -> None:
-    """A layer that adds its stream up itself returns the plain stream."""
+    """A layer that adds its stream up itself returns the plain stream (B22)."""
     model = engine("T-GPT2")
     with model.trace(C, **GREEDY):
         streams = [layer.output for layer in model.transformer.h].save()
@@ -136,7 +142,7 @@ def test_residual_stream_of_gpt2(engine: Any, oracle: Oracles) -> None:
 
 @pytest.mark.parametrize("ids", [[7], B, C, [5 + i % 90 for i in range(130)]])
 def test_rows_are_the_tokens_of_the_prompt(llama: Any, ids: list[int]) -> None:
-    """There is one row per prompt token, in order, and one row of logits."""
+    """There is one row per prompt token, in order, and one row of logits (B6, B7, B9)."""
     with llama.trace(ids, **GREEDY):
         given = llama.model.embed_tokens.input.save()
         stream = sum(llama.model.layers[1].output).save()
@@ -148,14 +154,17 @@ def test_rows_are_the_tokens_of_the_prompt(llama: Any, ids: list[int]) -> None:
 
 
 def test_sampled_token_is_the_one_the_request_goes_on_with(llama: Any) -> None:
-    """`model.samples` is the id in the request's output, and greedily the likeliest of `logits`."""
+    """`model.samples` is the id in the request's output, and greedily the likeliest of `logits`.
+
+    (B6).
+    """
     with llama.trace(B, **GREEDY) as tracer:
         logits, samples = llama.logits.save(), llama.samples.save()
     assert samples.tolist() == [tracer.result.outputs[0].token_ids] == [[int(logits.argmax())]]
 
 
 def test_logits_have_the_size_of_the_vocabulary(engine: Any, oracle: Oracles) -> None:
-    """A vocabulary that vLLM pads is served without the padding."""
+    """A vocabulary that vLLM pads is served without the padding (case 10)."""
     model = engine("T-GPT2")
     with model.trace(B, **GREEDY):
         last = model.transformer.ln_f.output[-1:].save()

@@ -25,7 +25,10 @@ Block = Callable[[Any, Any], Any]
 
 
 def test_next_layer_reads_what_was_written(llama: Any, hf: Oracle) -> None:
-    """The stream between layers is one value, and a stream that is set arrives bit for bit."""
+    """The stream between layers is one value, and a stream that is set arrives bit for bit.
+
+    (B17, case 5).
+    """
     layers = llama.model.layers
     with llama.trace(A, **GREEDY):
         leaving, entering = [].save(), [].save()
@@ -43,7 +46,10 @@ def test_next_layer_reads_what_was_written(llama: Any, hf: Oracle) -> None:
 
 
 def test_steering_by_the_norm_of_the_stream(llama: Any) -> None:
-    """A vector scaled by the norm of the whole stream moves each row by that share of it."""
+    """A vector scaled by the norm of the whole stream moves each row by that share of it.
+
+    (case 8).
+    """
     layers = llama.model.layers
     with llama.trace(A, **GREEDY):
         hidden, residual = layers[1].output
@@ -57,7 +63,10 @@ def test_steering_by_the_norm_of_the_stream(llama: Any) -> None:
 
 
 def test_value_read_after_a_write_is_what_was_written(llama: Any) -> None:
-    """In the same visit a location reads back as it was written, in place and by assignment."""
+    """In the same visit a location reads back as it was written, in place and by assignment.
+
+    (C62).
+    """
     with llama.trace(A, **GREEDY):
         mlp = llama.model.layers[1].mlp
         mlp.output = ROWS
@@ -84,7 +93,7 @@ def test_replacement_is_taken_as_it_is_when_assigned(llama: Any) -> None:
 
 @pytest.mark.parametrize("convert", [torch.Tensor.double, torch.Tensor.half, torch.Tensor.long])
 def test_replacement_is_converted_to_the_models_dtype(llama: Any, convert: Any) -> None:
-    """A replacement of another dtype lands as the engine's own."""
+    """A replacement of another dtype lands as the engine's own (O6, B14)."""
     rows = convert(ROWS)
     with llama.trace(A, **GREEDY):
         llama.model.layers[1].mlp.output = rows
@@ -94,7 +103,10 @@ def test_replacement_is_converted_to_the_models_dtype(llama: Any, convert: Any) 
 
 
 def test_replacement_need_not_be_contiguous(llama: Any) -> None:
-    """A transposed view, an expanded row and the served rows in another order land as they are."""
+    """A transposed view, an expanded row and the served rows in another order land as they are.
+
+    (O6).
+    """
     columns = ROWS.T.contiguous().T
     with llama.trace(A, **GREEDY):
         layers = llama.model.layers
@@ -145,7 +157,10 @@ MISFITS: dict[str, tuple[Any, str, str]] = {
 
 @pytest.mark.parametrize("case", MISFITS)
 def test_misfit_is_an_error_at_the_users_line(case: str, serving: Any) -> None:
-    """A replacement of another shape is a ValueError on its line, with both shapes."""
+    """A replacement of another shape is a ValueError on its line, with both shapes.
+
+    (O6, C63, G46, G47).
+    """
     value, got, expected = MISFITS[case]
     with pytest.raises(InterventionError) as failure, serving.trace(A, **GREEDY):
         before = serving.model.layers[1].mlp.input.save()
@@ -160,7 +175,7 @@ def test_misfit_is_an_error_at_the_users_line(case: str, serving: Any) -> None:
 
 
 def test_misfit_of_a_pair_and_of_an_input(serving: Any) -> None:
-    """One tensor for a pair, and a first argument of another shape, are refused alike."""
+    """One tensor for a pair, and a first argument of another shape, are refused alike (C64)."""
     pair = pytest.raises(
         InterventionError, match=r"assigned \[5, 128\].*\(\[5, 128\], \[5, 128\]\)"
     )

@@ -19,7 +19,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
 def test_a_finished_request(llama: Any, hf: Oracle) -> None:
-    """Text, ids and reason are vLLM's, statements after it run, and saves come home."""
+    """Text, ids and reason are vLLM's, statements after it run, and saves come home (B6, C59)."""
     right = hf.generate(A, 4)
     with llama.trace(A, max_tokens=4, **GREEDY) as tracer:
         hidden = llama.model.layers[1].output[0].save()
@@ -37,7 +37,10 @@ def test_a_finished_request(llama: Any, hf: Oracle) -> None:
 
 
 def test_it_may_come_first_and_after_a_loop(llama: Any) -> None:
-    """A block that asks for nothing else gets it, and so does one that has looped to the end."""
+    """A block that asks for nothing else gets it, and so does one that has looped to the end.
+
+    (C59).
+    """
     with llama.trace(A, max_tokens=3, **GREEDY) as first:
         ids = first.result.token_ids.save()
     with llama.trace(A, max_tokens=3, **GREEDY) as looped:
@@ -108,7 +111,7 @@ def test_several_requests(llama: Any) -> None:
 
 
 def test_nothing_can_be_read_after_it(llama: Any) -> None:
-    """The forward passes are over: a location is refused at its line, naming it."""
+    """The forward passes are over: a location is refused at its line, naming it (C59, G36)."""
     with pytest.raises(InterventionError, match=r"^OutOfOrderError: 'model\.logits\.i\d'") as error:
         with llama.trace(A, max_tokens=2, **GREEDY) as tracer:
             ids = tracer.result.token_ids.save()

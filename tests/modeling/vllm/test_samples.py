@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.sampling_params import StructuredOutputsParams
 
 from midstream.errors import InterventionError
-from tests.modeling.vllm.conftest import place
-from tests.support.checkpoints import EOS, A
+from tests.modeling.vllm.conftest import Neighbour, place, plain_tokens
+from tests.support.checkpoints import EOS, A, B
 from tests.support.oracle import (
     Oracle,
 )
@@ -35,7 +36,7 @@ def force_in_another_dtype(model: Any, tracer: Any) -> None:
 
 @pytest.mark.parametrize("force", [force_in_place, force_by_assignment, force_in_another_dtype])
 def test_forced_token(force: Block, llama: Any, hf: Oracle) -> None:
-    """The request goes on from the forced token as HuggingFace does."""
+    """The request goes on from the forced token as HuggingFace does (C65)."""
     result = llama.trace(A, block=force, **GREEDY).result
     right, clean = hf.generate(A, 4, force={0: 99}), hf.generate(A, 4)
     assert list(result.outputs[0].token_ids) == right.tokens
@@ -52,7 +53,7 @@ def test_forced_end_ends_the_request(llama: Any) -> None:
 
 
 def test_forced_token_outside_the_vocabulary(serving: Any) -> None:
-    """It is this request's ValueError, naming the id and the limits."""
+    """It is this request's ValueError, naming the id and the limits (O6)."""
     text = r"ValueError: model\.samples was given token id {}; the model's ids run from 0 to 127"
     for token in (128, -1):
         refused = pytest.raises(InterventionError, match=text.format(token))
@@ -63,3 +64,20 @@ def test_forced_token_outside_the_vocabulary(serving: Any) -> None:
         with refused as failure, serving.trace(A, **GREEDY):
             serving.samples[:] = token  # in place
         assert place(__file__, "in place") in str(failure.value)
+
+
+def test_forced_token_that_the_grammar_refuses(serving: Any) -> None:
+    """It is this request's ValueError, at its line; one that the grammar takes is taken (O6)."""
+    choice = StructuredOutputsParams(choice=["t5", "t6"])
+    settings = {"temperature": 0.0, "max_tokens": 1, "structured_outputs": choice}
+    other = Neighbour(serving, B, max_tokens=6)
+    refused = r"ValueError: model\.samples was given token id 9, which the request's grammar"
+    with pytest.raises(InterventionError, match=refused) as failure:
+        with serving.trace(A, **settings):
+            serving.samples = torch.tensor([[9]])  # refused
+    assert place(__file__, "refused") in str(failure.value)
+    assert other.tokens() == plain_tokens(serving, B, max_tokens=6)
+    for token in (5, 6):
+        with serving.trace(A, **settings) as tracer:
+            serving.samples[:] = token
+        assert list(tracer.result.outputs[0].token_ids) == [token]

@@ -32,7 +32,7 @@ def traced_tokens(model: Any, ids: list[int] = A, **settings: Any) -> list[int]:
     ids=str,
 )
 def test_settings_that_leave_one_token_are_greedy(llama: Any, settings: dict[str, Any]) -> None:
-    """Cut down to the likeliest token, sampling takes it, traced or not."""
+    """Cut down to the likeliest token, sampling takes it, traced or not (C31, C38)."""
     settings = {"temperature": 1.0, "max_tokens": 3, **settings}
     greedy = plain_tokens(llama, A, max_tokens=3)
     assert plain_tokens(llama, A, **settings) == greedy
@@ -63,7 +63,7 @@ def test_top_k_beside_a_request_without_one(llama: Any) -> None:
 
 
 def test_logits_are_those_before_the_settings(llama: Any, hf: Oracle) -> None:
-    """Temperature, penalties, cuts and biases are not in `model.logits`."""
+    """Temperature, penalties, cuts and biases are not in `model.logits` (B8)."""
     settings = {"temperature": 0.5, "repetition_penalty": 1.5, "top_k": 2, "logit_bias": {7: 99.0}}
     with llama.trace(A, max_tokens=1, **settings) as tracer:
         logits = llama.logits.save()
@@ -73,7 +73,7 @@ def test_logits_are_those_before_the_settings(llama: Any, hf: Oracle) -> None:
 
 
 def test_seed_repeats(llama: Any) -> None:
-    """A seeded request draws the same tokens traced and not, and others with another seed."""
+    """A seeded request draws the same tokens traced and not, and others with another seed (C38)."""
     settings = {"temperature": 1.0, "max_tokens": 4}
     tokens = plain_tokens(llama, A, seed=3, **settings)
     assert traced_tokens(llama, seed=3, **settings) == tokens
@@ -81,7 +81,7 @@ def test_seed_repeats(llama: Any) -> None:
 
 
 def test_grammar_holds(llama: Any) -> None:
-    """A request that may only choose among words does, with and without a block."""
+    """A request that may only choose among words does, with and without a block (O4)."""
     choice = StructuredOutputsParams(choice=["t5", "t6"])
     settings = {"temperature": 0.0, "max_tokens": 3, "structured_outputs": choice}
     free = plain_tokens(llama, A)

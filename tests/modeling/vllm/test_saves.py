@@ -17,7 +17,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1}
 
 
 def test_saves_of_plain_values(llama: Any) -> None:
-    """Numbers, strings, lists, dicts, None and their kind come back under their names."""
+    """Numbers, strings, lists, dicts, None and their kind come back under their names (O1, C19)."""
     with llama.trace(A, **GREEDY):
         rows = llama.model.layers[1].output[0]
         count = len(rows).save()
@@ -43,7 +43,7 @@ def test_saves_of_plain_values(llama: Any) -> None:
 
 
 def test_containers_may_be_filled_later(llama: Any) -> None:
-    """What is appended after the save comes back, without a save of its own."""
+    """What is appended after the save comes back, without a save of its own (C22)."""
     with llama.trace(A, **GREEDY):
         streams, by_layer = [].save(), {}.save()
         for i, layer in enumerate(llama.model.layers):
@@ -54,7 +54,7 @@ def test_containers_may_be_filled_later(llama: Any) -> None:
 
 
 def test_save_by_function(llama: Any) -> None:
-    """`midstream.save` takes anything, by any name it is imported under."""
+    """`midstream.save` takes anything, by any name it is imported under (O1, C19)."""
     keep = midstream.save
     with llama.trace(A, **GREEDY):
         rows = midstream.save(llama.model.layers[1].output[0])
@@ -63,7 +63,7 @@ def test_save_by_function(llama: Any) -> None:
 
 
 def test_save_returns_its_value(llama: Any) -> None:
-    """What is computed from a save is not saved by it."""
+    """What is computed from a save is not saved by it (C19, C20)."""
     with llama.trace(A, **GREEDY):
         doubled = (total := llama.model.layers[1].output[0].sum().save()) * 2
     assert total.shape == ()
@@ -71,7 +71,7 @@ def test_save_returns_its_value(llama: Any) -> None:
 
 
 def test_unbound_save_warns(llama: Any) -> None:
-    """A save that no name holds cannot come back, and says so at its line."""
+    """A save that no name holds cannot come back, and says so at its line (O17)."""
     with pytest.warns(UnboundSaveWarning, match="bound to no name") as caught:
         with llama.trace(A, **GREEDY):
             llama.logits.save()
@@ -79,7 +79,7 @@ def test_unbound_save_warns(llama: Any) -> None:
 
 
 def test_saved_tensors_are_ordinary(llama: Any) -> None:
-    """They are on the CPU, take part in autograd, and can be written to."""
+    """They are on the CPU, take part in autograd, and can be written to (O5, B15, C25)."""
     with llama.trace(A, **GREEDY):
         rows = llama.model.layers[1].output[0].save()
         view = llama.model.layers[2].output[0][1:3, ::2].save()

@@ -34,7 +34,7 @@ def test_later_traces_use_what_earlier_ones_saved(llama: Any, hf: Oracle) -> Non
 
 
 def test_values_that_were_not_saved_are_refused(llama: Any) -> None:
-    """A variable that an earlier trace bound and did not save is an error that says where (I33)."""
+    """A variable that an earlier trace bound and did not save is an error that says where (C73)."""
     with llama.session():
         with llama.trace(A, max_tokens=1, **GREEDY):
             lost = llama.model.layers[1].output

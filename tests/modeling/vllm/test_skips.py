@@ -42,7 +42,7 @@ def inner_calls(model: Any, path: str) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside-another"])
 def test_a_skipped_mlp(llama: Any, hf: Oracle, beside: bool) -> None:
-    """Its output is the value, and it runs only if the step has another request."""
+    """Its output is the value, and it runs only if the step has another request (O7, C67, G48)."""
     value = random_rows(len(A), 1)
     right, clean = hf.run(A, [replace_mlp(1, value)]), hf.run(A)
     alone = plain_tokens(llama, B, max_tokens=4)
@@ -65,7 +65,10 @@ def test_a_skipped_mlp(llama: Any, hf: Oracle, beside: bool) -> None:
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside-another"])
 def test_a_skipped_layer_still_fills_its_cache(llama: Any, hf: Oracle, beside: bool) -> None:
-    """A layer with attention runs, so that later steps find its keys; its pair is the value."""
+    """A layer with attention runs, so that later steps find its keys; its pair is the value.
+
+    (O7, C67, G48).
+    """
     pair = random_rows(len(A), 1), random_rows(len(A), 2)
     change = replace_layer(1, sum(pair))
     right = hf.generate(A, 4, changes=[change], when="prefill")
@@ -101,7 +104,7 @@ def test_a_skip_in_every_step(llama: Any, hf: Oracle) -> None:
 
 
 def test_requests_skip_different_modules(llama: Any, hf: Oracle) -> None:
-    """Requests of one step that skip different modules get what each gets alone."""
+    """Requests of one step that skip different modules get what each gets alone (O7, C67)."""
     prompts, layers = [A, B, C], [0, 2, 2]
     values = [random_rows(len(prompt), seed) for seed, prompt in enumerate(prompts)]
     with llama.trace(max_tokens=3, **GREEDY) as tracer:

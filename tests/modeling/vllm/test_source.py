@@ -26,7 +26,10 @@ Block = Callable[[Any], Any]
 
 
 def test_source_is_printed_before_anything_runs(llama: Any) -> None:
-    """The tree that users hold has vLLM's forwards, with true lines and the operations' names."""
+    """The tree that users hold has vLLM's forwards, with true lines and the operations' names.
+
+    (B5).
+    """
     from vllm.model_executor.models.llama import LlamaAttention
 
     text, first = inspect.getsourcelines(LlamaAttention.forward)
@@ -43,7 +46,7 @@ def test_source_is_printed_before_anything_runs(llama: Any) -> None:
 
 
 def test_reads_equal_huggingface(llama: Any, hf: Oracle) -> None:
-    """Operations give the rows that HuggingFace has there, those of a called function too."""
+    """Operations give the rows that HuggingFace has there, those of a called function too (B3)."""
     with llama.trace(A, **GREEDY) as tracer:
         layer = llama.model.layers[2]
         query, key = layer.self_attn.source.self_rotary_emb_0.output
@@ -120,7 +123,10 @@ def zero_inside_a_called_function(model: Any) -> None:
 
 @pytest.mark.parametrize("name", EDITS)
 def test_edit_equals_huggingface(name: str, llama: Any, hf: Oracle) -> None:
-    """Edits and skips in every step have HuggingFace's effect, beside a request that has none."""
+    """Edits and skips in every step have HuggingFace's effect, beside a request that has none.
+
+    (B3).
+    """
     block, change = EDITS[name]
 
     def edited(model: Any, tracer: Any) -> dict[str, Any]:
@@ -261,7 +267,7 @@ def test_operation_named_outside_the_block(llama: Any, hf: Oracle) -> None:
 
 
 def test_passed_operation(serving: Any) -> None:
-    """An operation that the step has passed is refused at once, at the user's line."""
+    """An operation that the step has passed is refused at once, at the user's line (O8, G34)."""
     with pytest.raises(InterventionError) as failure, serving.trace(A, **GREEDY):
         serving.model.layers[1].self_attn.source.self_attn_0.output  # given
         before = "reached".save()
@@ -290,7 +296,7 @@ def test_operation_that_does_not_run(serving: Any) -> None:
 
 
 def test_operation_that_there_is_not(serving: Any) -> None:
-    """An unknown name in a block is an error that lists the operations."""
+    """An unknown name in a block is an error that lists the operations (B5)."""
     with pytest.raises(InterventionError, match="AttributeError") as failure:
         with serving.trace(A, **GREEDY):
             serving.model.layers[1].mlp.source.act_fn_0.output
@@ -298,7 +304,10 @@ def test_operation_that_there_is_not(serving: Any) -> None:
 
 
 def test_kernel_has_no_operations(serving: Any) -> None:
-    """Where a call leaves Python its inside is refused; its input and output are there."""
+    """Where a call leaves Python its inside is refused; its input and output are there.
+
+    (B5, G45).
+    """
     view = serving.model.layers[1].self_attn.attn.source.query_view_0
     with pytest.raises(SourceNotAvailableError, match="assignment"):
         serving.model.layers[1].self_attn.source.attn_output_0.source

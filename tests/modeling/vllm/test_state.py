@@ -22,7 +22,10 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1}
 
 
 def test_traces_in_turn_do_not_affect_each_other(llama: Any) -> None:
-    """A trace gives the same bits after one with another prompt and edits, also one that failed."""
+    """A trace gives the same bits after one with another prompt and edits, also one that failed.
+
+    (case 51).
+    """
 
     def first() -> tuple[torch.Tensor, ...]:
         with llama.trace(A, temperature=0.0, max_tokens=4) as tracer:
@@ -200,7 +203,7 @@ def test_block_may_work_in_inference_mode(llama: Any, hf: Oracle) -> None:
 
 
 def test_trace_inside_a_trace_is_refused(llama: Any) -> None:
-    """The block's own trace is an error that says so."""
+    """The block's own trace is an error that says so (O13)."""
     with pytest.raises(InterventionError, match="UnsupportedError: A trace inside a trace"):
         with llama.trace(A, **GREEDY):
             llama.trace(B, block=idle)
@@ -208,7 +211,10 @@ def test_trace_inside_a_trace_is_refused(llama: Any) -> None:
 
 
 def test_threads_take_turns(llama: Any) -> None:
-    """Traces of two threads on one engine run one after the other, each with its own values."""
+    """Traces of two threads on one engine run one after the other, each with its own values.
+
+    (O13).
+    """
     found: dict[int, Any] = {}
 
     def run(index: int, ids: list[int]) -> None:
@@ -227,7 +233,10 @@ def test_threads_take_turns(llama: Any) -> None:
 
 
 def test_values_outside_a_trace(llama: Any) -> None:
-    """Locations and saves exist inside a block only; the error says where they belong."""
+    """Locations and saves exist inside a block only; the error says where they belong.
+
+    (G20, G21).
+    """
     for read in (
         lambda: llama.model.layers[0].output,
         lambda: llama.model.layers[0].inputs,

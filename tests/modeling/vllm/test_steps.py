@@ -19,7 +19,10 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def test_a_loop_reads_every_step(llama: Any, hf: Oracle) -> None:
-    """Logits, sampled ids and a layer's rows of each step are those of HuggingFace's generation."""
+    """Logits, sampled ids and a layer's rows of each step are those of HuggingFace's generation.
+
+    (B9, C53, C55).
+    """
     right = hf.generate(A, 5)
     with llama.trace(A, max_tokens=5, **GREEDY) as tracer:
         logits, ids, shapes = [], [], []
@@ -36,7 +39,10 @@ def test_a_loop_reads_every_step(llama: Any, hf: Oracle) -> None:
 
 
 def test_an_edit_in_every_step_acts_in_every_step(llama: Any, hf: Oracle) -> None:
-    """Steering in a loop acts in each step as on HuggingFace; without a loop, in the first only."""
+    """Steering in a loop acts in each step as on HuggingFace; without a loop, in the first only.
+
+    (C52, C53).
+    """
     vector = torch.randn(128, generator=torch.Generator().manual_seed(3)) * 2
     always = hf.generate(A, 6, changes=[add_vector(1, vector)])
     first = hf.generate(A, 6, changes=[add_vector(1, vector)], when="prefill")
@@ -56,7 +62,7 @@ def test_an_edit_in_every_step_acts_in_every_step(llama: Any, hf: Oracle) -> Non
     ids=["slice", "number", "list", "open"],
 )
 def test_chosen_steps(llama: Any, hf: Oracle, which: Any, steps: list[int]) -> None:
-    """A slice, a number or a list runs the body in those steps only."""
+    """A slice, a number or a list runs the body in those steps only (C53)."""
     right = hf.generate(A, 4)
     with llama.trace(A, max_tokens=4, **GREEDY) as tracer:
         seen = []
@@ -81,7 +87,10 @@ def test_an_edit_in_one_step_acts_in_that_step(llama: Any, hf: Oracle) -> None:
 
 
 def test_a_state_lives_across_steps_and_statements_after_the_loop_run(llama: Any) -> None:
-    """Names of the block persist from step to step, and what follows a loop is executed."""
+    """Names of the block persist from step to step, and what follows a loop is executed.
+
+    (O8, C18).
+    """
     with llama.trace(A, max_tokens=4, **GREEDY) as tracer:
         total, best = 0, None
         for _ in tracer.iter[:4]:
@@ -94,7 +103,10 @@ def test_a_state_lives_across_steps_and_statements_after_the_loop_run(llama: Any
 
 
 def test_reads_before_a_loop_and_nested_loops(llama: Any, hf: Oracle) -> None:
-    """A loop goes on in the step the block is in, and an inner one from where the outer stands."""
+    """A loop goes on in the step the block is in, and an inner one from where the outer stands.
+
+    (C53).
+    """
     tokens = hf.generate(A, 5).tokens
     with llama.trace(A, max_tokens=5, **GREEDY) as tracer:
         early = llama.model.layers[0].output[0]
@@ -114,7 +126,10 @@ def test_reads_before_a_loop_and_nested_loops(llama: Any, hf: Oracle) -> None:
 
 @pytest.mark.parametrize("how", ["length", "eos"])
 def test_a_loop_longer_than_the_request_ends_and_warns(llama: Any, how: str) -> None:
-    """The steps that ran come back, statements after the loop run, and the caller is warned."""
+    """The steps that ran come back, statements after the loop run, and the caller is warned.
+
+    (O8, O11, C56, G37, case 48).
+    """
     settings = {"temperature": 0.0, "max_tokens": 3 if how == "length" else 10}
     with (
         pytest.warns(
@@ -137,7 +152,10 @@ def test_a_loop_longer_than_the_request_ends_and_warns(llama: Any, how: str) -> 
 
 
 def test_an_open_loop_ends_with_the_request_without_a_warning(llama: Any) -> None:
-    """`tracer.all()` runs as many steps as the request does, and nothing is warned about."""
+    """`tracer.all()` runs as many steps as the request does, and nothing is warned about.
+
+    (O8, C56).
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with llama.trace(A, max_tokens=3, **GREEDY) as tracer:
@@ -151,7 +169,7 @@ def test_an_open_loop_ends_with_the_request_without_a_warning(llama: Any) -> Non
 
 @pytest.mark.parametrize("which", [-1, slice(-2, None), [1, -3]])
 def test_a_negative_step_is_refused(llama: Any, which: Any) -> None:
-    """A negative step is a ValueError in the block."""
+    """A negative step is a ValueError in the block (C53, G42)."""
     with (
         pytest.raises(InterventionError, match="ValueError: A step cannot be negative"),
         llama.trace(A, max_tokens=2, **GREEDY) as tracer,
@@ -161,7 +179,7 @@ def test_a_negative_step_is_refused(llama: Any, which: Any) -> None:
 
 
 def test_a_step_that_has_passed_is_refused(llama: Any) -> None:
-    """A loop over an earlier step than the block is in says so at once."""
+    """A loop over an earlier step than the block is in says so at once (O8)."""
     with (
         pytest.raises(InterventionError, match="OutOfOrderError: Step 0 has passed"),
         llama.trace(A, max_tokens=4, **GREEDY) as tracer,
@@ -173,7 +191,10 @@ def test_a_step_that_has_passed_is_refused(llama: Any) -> None:
 
 
 def test_reading_backwards_in_a_loop_is_refused_at_once(llama: Any) -> None:
-    """A layer read after a later one is an error in that step, not the next step's value."""
+    """A layer read after a later one is an error in that step, not the next step's value.
+
+    (O8, C54).
+    """
     with (
         pytest.raises(InterventionError, match=r"layers\.1\.output\.i1' was requested but"),
         llama.trace(A, max_tokens=4, **GREEDY) as tracer,
@@ -226,7 +247,10 @@ def test_only_a_block_that_waits_for_a_module_changes_the_forward(llama: Any, wa
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("step", [0, 2])
 def test_stop_ends_the_request_there(llama: Any, hf: Oracle, step: int, sampled: bool) -> None:
-    """`tracer.stop()` keeps the step's token only if the block had reached its samples."""
+    """`tracer.stop()` keeps the step's token only if the block had reached its samples.
+
+    (O9, C68).
+    """
     tokens = hf.generate(A, 8).tokens
     with llama.trace(A, max_tokens=8, min_tokens=8, **GREEDY) as tracer:
         kept = "before".save()
@@ -243,7 +267,10 @@ def test_stop_ends_the_request_there(llama: Any, hf: Oracle, step: int, sampled:
 
 
 def test_stop_before_any_token_keeps_prompt_logprobs(llama: Any) -> None:
-    """A request stopped in its first step ends with no token, and with its prompt's scores."""
+    """A request stopped in its first step ends with no token, and with its prompt's scores.
+
+    (O9, C68, case 45).
+    """
     with llama.trace(C, max_tokens=4, prompt_logprobs=1, **GREEDY) as tracer:
         stream = sum(llama.model.layers[1].output).save()
         tracer.stop()
@@ -256,7 +283,10 @@ def test_stop_before_any_token_keeps_prompt_logprobs(llama: Any) -> None:
 
 
 def test_a_failed_block_ends_its_request(llama: Any) -> None:
-    """A block that raises in step 1 ends the request there, with the finish reason "error"."""
+    """A block that raises in step 1 ends the request there, with the finish reason "error".
+
+    (C69).
+    """
     tracer = llama.trace(A, max_tokens=8, **GREEDY)
     with pytest.raises(InterventionError, match="ZeroDivisionError"), tracer:
         for step in tracer.iter[:8]:

@@ -56,7 +56,7 @@ def test_trace_in_a_loop(llama: Any, hf: Oracle) -> None:
 
 
 def test_trace_in_a_closure(llama: Any) -> None:
-    """A variable of the function around it is bound for both."""
+    """A variable of the function around it is bound for both (C24)."""
     rows = None
 
     def run(scale: float) -> None:
@@ -74,7 +74,7 @@ MODULE_LEVEL = None
 
 
 def test_trace_binds_a_global(llama: Any) -> None:
-    """A name declared global is bound there."""
+    """A name declared global is bound there (C24)."""
     global MODULE_LEVEL
     with llama.trace(B, **GREEDY):
         MODULE_LEVEL = llama.logits.save()
@@ -111,7 +111,7 @@ def test_both_forms_agree(llama: Any) -> None:
 
 
 def test_empty_block_runs_the_request(llama: Any) -> None:
-    """A body of `pass` reads nothing, and the request runs all the same."""
+    """A body of `pass` reads nothing, and the request runs all the same (C5)."""
     with llama.trace(B, temperature=0.0, max_tokens=5) as tracer:
         pass
     assert tracer.saves == {}
@@ -119,7 +119,10 @@ def test_empty_block_runs_the_request(llama: Any) -> None:
 
 
 def test_result_is_vllms_own(llama: Any) -> None:
-    """The finished request has its text, its ids, its reason, and log probabilities if asked."""
+    """The finished request has its text, its ids, its reason, and log probabilities if asked.
+
+    (B6, C38).
+    """
     with llama.trace(B, temperature=0.0, max_tokens=3, logprobs=2) as tracer:
         logits = llama.logits.save()
     output = tracer.result

@@ -34,7 +34,7 @@ def tree() -> VLLM:
 @pytest.fixture(scope="module")
 def renamed() -> Iterator[VLLM]:
     """A model with further names, whose engine the first trace builds."""
-    with VLLM(path(), rename=RENAME, **TINY) as model:
+    with VLLM(path(), rename=RENAME, additional_config={"mine": 3}, **TINY) as model:
         yield model
 
 
@@ -42,7 +42,7 @@ def renamed() -> Iterator[VLLM]:
 
 
 def test_model_without_an_engine(tree: VLLM) -> None:
-    """Only the tree and the tokenizer are there: no weights, no engine."""
+    """Only the tree and the tokenizer are there: no weights, no engine (A5, A9, A13)."""
     assert not tree.dispatched
     assert tree.vllm_entrypoint is None
     assert tree.taps == ()
@@ -53,7 +53,10 @@ def test_model_without_an_engine(tree: VLLM) -> None:
 
 
 def test_tokenizer_has_a_padding_token(tree: VLLM, demo_engine: Any) -> None:
-    """The tokenizer is the checkpoint's; where it has no padding token the end token serves."""
+    """The tokenizer is the checkpoint's; where it has no padding token the end token serves.
+
+    (A5, A17).
+    """
     assert tree.tokenizer("t11 t12")["input_ids"] == [11, 12]
     for model in (tree, demo_engine):
         assert model.tokenizer.pad_token is not None
@@ -76,7 +79,7 @@ def test_model_is_not_pickled(tree: VLLM) -> None:
 
 
 def test_paths(tree: VLLM) -> None:
-    """Attributes, indices and dotted paths lead to the same node."""
+    """Attributes, indices and dotted paths lead to the same node (A45)."""
     node = tree.model.layers[2].mlp
     assert isinstance(node, Node)
     assert node.path == "model.layers.2.mlp"
@@ -89,7 +92,7 @@ def test_paths(tree: VLLM) -> None:
 
 
 def test_module_lists(tree: VLLM) -> None:
-    """They have a length, can be iterated, sliced, and end where they end."""
+    """They have a length, can be iterated, sliced, and end where they end (A45)."""
     layers = tree.model.layers
     assert len(layers) == 4
     assert [layer.path for layer in layers] == [f"model.layers.{i}" for i in range(4)]
@@ -103,7 +106,7 @@ def test_module_lists(tree: VLLM) -> None:
 
 
 def test_modules_are_listed_children_first(tree: VLLM) -> None:
-    """Every module once, below itself, and the root at the end."""
+    """Every module once, below itself, and the root at the end (A45)."""
     pairs = tree.named_modules()
     paths = [p for p, _ in pairs]
     assert len(set(paths)) == len(paths) == len({id(node) for _, node in pairs})
@@ -124,7 +127,7 @@ def test_modules_by_a_condition(tree: VLLM) -> None:
 
 
 def test_shared_module_is_one_node() -> None:
-    """By whatever path it is reached, it is the node of its first path."""
+    """By whatever path it is reached, it is the node of its first path (A47)."""
     gpt2 = VLLM(path("T-GPT2"), **TINY)
     first = gpt2.transformer.h[0].mlp.act
     assert first is gpt2.transformer.h[3].mlp.act
@@ -133,7 +136,7 @@ def test_shared_module_is_one_node() -> None:
 
 
 def test_module_of_two_names_in_one_parent() -> None:
-    """Both names lead to its node."""
+    """Both names lead to its node (A47)."""
     parent = torch.nn.Module()
     parent.one = parent.other = torch.nn.Linear(2, 2)
     parent.nothing = None
@@ -184,7 +187,7 @@ def test_misspelled_location_of_a_block(llama: Any) -> None:
 
 
 def test_submodule_called_like_a_served_value() -> None:
-    """It moves aside, with a warning, so that the location keeps its name."""
+    """It moves aside, with a warning, so that the location keeps its name (A46)."""
     parent = torch.nn.Module()
     parent.output = torch.nn.Linear(2, 3)
     with pytest.warns(MidstreamWarning, match="mounted as 'E_output'"):
@@ -207,14 +210,14 @@ def test_printed_tree(tree: VLLM) -> None:
 
 
 def test_printed_aliases(renamed: VLLM) -> None:
-    """Further names stand beside the module's own."""
+    """Further names stand beside the module's own (A43)."""
     text = repr(renamed)
     assert "(layers, blocks, stack): ModuleList(" in text
     assert text.count("(mlp, ff): LlamaMLP(") == 4
 
 
 def test_aliases(renamed: VLLM) -> None:
-    """A full path is also reachable from the root, a last part wherever it occurs."""
+    """A full path is also reachable from the root, a last part wherever it occurs (A43)."""
     layers = renamed.model.layers
     assert renamed.model.blocks is renamed.model.stack is layers
     assert renamed.blocks is renamed.stack is layers
@@ -254,7 +257,10 @@ def test_rename_that_cannot_be(rename: dict[str, str], text: str) -> None:
 
 
 def test_first_trace_builds_the_engine(renamed: VLLM) -> None:
-    """Nodes taken before are those of the engine's model, and further names work in blocks."""
+    """Nodes taken before are those of the engine's model, and further names work in blocks.
+
+    (O1, A5, A10, A16, A43, case 46).
+    """
     layer, before = renamed.model.layers[1], renamed.tree
     assert not renamed.dispatched
     with renamed.trace(A, **GREEDY):
@@ -271,6 +277,13 @@ def test_first_trace_builds_the_engine(renamed: VLLM) -> None:
     entrypoint = renamed.vllm_entrypoint
     renamed.dispatch()
     assert renamed.vllm_entrypoint is entrypoint
+
+
+def test_a_users_own_configuration_is_kept(renamed: VLLM) -> None:
+    """What a user puts beside the further names of modules is in the engine's settings (A29)."""
+    renamed.dispatch()
+    assert renamed.vllm_entrypoint.llm_engine.vllm_config.additional_config["mine"] == 3
+    assert renamed.blocks is renamed.model.layers
 
 
 def test_locations_are_named_by_path_not_by_alias(renamed: VLLM) -> None:

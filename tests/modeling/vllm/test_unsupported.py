@@ -18,7 +18,10 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1}
 
 
 def test_a_barrier_around_invokes(llama: Any) -> None:
-    """Asked for where the invokes are opened, it is refused there, and no request runs."""
+    """Asked for where the invokes are opened, it is refused there, and no request runs.
+
+    (C72, G38).
+    """
     with pytest.raises(UnsupportedError, match=r"barrier.*need not be in the same step.*second"):
         with llama.trace(**GREEDY) as tracer:
             barrier = tracer.barrier(2)
@@ -27,7 +30,7 @@ def test_a_barrier_around_invokes(llama: Any) -> None:
 
 
 def test_a_barrier_inside_a_block(llama: Any) -> None:
-    """It is the request's error, at its line, and what was saved before comes back."""
+    """It is the request's error, at its line, and what was saved before comes back (C72, G38)."""
     with pytest.raises(InterventionError, match=r"^UnsupportedError: `tracer\.barrier") as error:
         with llama.trace(A, **GREEDY) as tracer:
             hidden = llama.model.layers[0].output[0].save()
@@ -38,7 +41,7 @@ def test_a_barrier_inside_a_block(llama: Any) -> None:
 
 
 def test_a_scan(llama: Any) -> None:
-    """Outside a block and inside one; what the text says to write instead works."""
+    """Outside a block and inside one; what the text says to write instead works (C74, G40)."""
     with pytest.raises(UnsupportedError, match=r"scan.*save the shapes"):
         llama.scan(A)
     with pytest.raises(InterventionError, match=r"^UnsupportedError: `model\.scan"):
@@ -66,7 +69,7 @@ def grad(model: Any, tracer: Any) -> None:
 
 @pytest.mark.parametrize("block", [backward, backward_with, grad])
 def test_gradients_through_the_model(llama: Any, block: Callable[..., Any]) -> None:
-    """PyTorch's message about tensors becomes the reason, at the user's line."""
+    """PyTorch's message about tensors becomes the reason, at the user's line (C74, G39)."""
     with pytest.raises(InterventionError, match=r"^UnsupportedError: Gradients .*Transf") as error:
         llama.trace(A, block=block, **GREEDY)
     assert f"in {block.__name__}" in str(error.value)
@@ -86,7 +89,7 @@ def test_gradients_of_own_tensors(llama: Any) -> None:
 
 
 def test_old_spellings_are_refused_at_capture(llama: Any) -> None:
-    """Each shows the spelling to use, and nothing has run."""
+    """Each shows the spelling to use, and nothing has run (O24, C61)."""
     with pytest.raises(BlockSyntaxError, match=r"for step in tracer\.iter\[\.\.\.\]"):
         with llama.trace(A, **GREEDY) as tracer:
             with tracer.iter[:2]:

@@ -21,7 +21,10 @@ Oracles = Callable[[str], Oracle]
 
 
 def test_kept_value_equals_its_clone(llama: Any, hf: Oracle) -> None:
-    """A read kept as it is holds what it held when it was read, bit for bit what a clone holds."""
+    """A read kept as it is holds what it held when it was read, bit for bit what a clone holds.
+
+    (O5, A32, B13, B26, case 1).
+    """
     with llama.trace(C, **GREEDY):
         plain, cloned = ([], [])
         for layer in llama.model.layers:
@@ -39,7 +42,10 @@ def test_kept_value_equals_its_clone(llama: Any, hf: Oracle) -> None:
 
 
 def test_value_given_out_is_not_the_engines_tensor(llama: Any, hf: Oracle) -> None:
-    """What is written into the engine's tensor after a read does not reach the block's value."""
+    """What is written into the engine's tensor after a read does not reach the block's value.
+
+    (O5, B26).
+    """
     layers, live = _root(llama).model.layers, []
     hooks = [
         layers[1].register_forward_hook(lambda *call: live.append(call[-1][1])),
@@ -84,7 +90,10 @@ def test_containers_of_a_value_are_the_blocks_own(llama: Any, hf: Oracle) -> Non
 
 
 def test_input_is_the_first_argument(llama: Any) -> None:
-    """`.input` is the first positional argument, and the first keyword where there is none."""
+    """`.input` is the first positional argument, and the first keyword where there is none.
+
+    (B1, B20).
+    """
     layer = llama.model.layers[2]
     with llama.trace(B, **GREEDY):
         outer, first = layer.inputs.save(), layer.input.save()
@@ -99,7 +108,10 @@ def test_input_is_the_first_argument(llama: Any) -> None:
 
 
 def test_shared_module_is_one_location(llama: Any) -> None:
-    """The rotary embedding of all layers is served at the first; the others have passed it."""
+    """The rotary embedding of all layers is served at the first; the others have passed it.
+
+    (A47, B29).
+    """
     rotary = llama.model.layers[3].self_attn.rotary_emb
     with llama.trace(B, **GREEDY):
         q, _ = rotary.output

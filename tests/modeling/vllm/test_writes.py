@@ -169,7 +169,10 @@ def edit_the_logits_processors_output(model: Any, tracer: Any) -> None:
 
 @pytest.mark.parametrize("name", EDITS)
 def test_edit_equals_huggingface(name: str, llama: Any, hf: Oracle) -> None:
-    """Logits of the edited step and the tokens after it are HuggingFace's with the same change."""
+    """Logits of the edited step and the tokens after it are HuggingFace's with the same change.
+
+    (O6, B1, B6, B17, C62, C65, case 66, case 67).
+    """
     block, change = EDITS[name]
 
     def edited(model: Any, tracer: Any) -> dict[str, Any]:
@@ -197,7 +200,7 @@ def test_edits_of_other_architectures(name: str, path: str, engine: Any, oracle:
 
 
 def test_gpt2_stream_is_replaced_as_one_tensor(engine: Any, oracle: Any) -> None:
-    """Where a layer returns the plain stream, that is what is assigned."""
+    """Where a layer returns the plain stream, that is what is assigned (B22)."""
     model = engine("T-GPT2")
     with model.trace(A, **GREEDY):
         model.transformer.h[1].output = ROWS
@@ -218,7 +221,7 @@ def test_edit_of_the_demo_model(demo_engine: Any, demo_oracle: Oracle) -> None:
 
 
 def test_edit_without_a_loop_acts_in_the_prefill_only(llama: Any, hf: Oracle) -> None:
-    """The steps after the prefill run unedited, on the keys and values that it left."""
+    """The steps after the prefill run unedited, on the keys and values that it left (C52)."""
     with llama.trace(A, **GREEDY) as tracer:
         llama.model.layers[1].output[0][:] += 4 * VECTOR
     change = add_vector(1, 4 * VECTOR)
@@ -244,7 +247,10 @@ def test_edits_add_up(llama: Any, hf: Oracle) -> None:
 
 
 def test_in_place_and_assigned_edits_are_alike(llama: Any) -> None:
-    """Doubling a layer in place gives, bit for bit, the logits that assigning the double gives."""
+    """Doubling a layer in place gives, bit for bit, the logits that assigning the double gives.
+
+    (A32, C62, case 6).
+    """
     layer = llama.model.layers[1]
     with llama.trace(A, **GREEDY):
         clean = llama.logits.save()

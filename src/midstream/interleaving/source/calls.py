@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from midstream.errors import SourceNotAvailableError
+from midstream.interleaving.events import Check
 from midstream.interleaving.indices import IndexCheck, RangeCheck
 from midstream.interleaving.locations import Location
 from midstream.interleaving.source.copies import template_of
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from midstream.interleaving.interleaver import Interleaver
 
 Sides = tuple[Location, Location]
-Check = Callable[[int, torch.Tensor], None]
 
 
 class Instrumented:

@@ -122,7 +122,8 @@ def _one_rank_group(config: Any) -> Iterator[None]:
     from vllm.distributed import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
-        yield
+        with _experts_group(config):
+            yield
         return
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{Path(folder) / 'store'}"
@@ -134,3 +135,19 @@ def _one_rank_group(config: Any) -> Iterator[None]:
         finally:
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_distributed_environment()
+
+
+@contextmanager
+def _experts_group(config: Any) -> Iterator[None]:
+    """The group that experts ask for, where an engine without experts runs in this process."""
+    from vllm.distributed import parallel_state
+
+    if not config.model_config.is_moe or parallel_state._EP is not None:
+        yield
+        return
+    parallel_state._EP = parallel_state.init_model_parallel_group([[0]], 0, "gloo", group_name="ep")
+    try:
+        yield
+    finally:
+        parallel_state._EP.destroy()
+        parallel_state._EP = None

@@ -78,7 +78,7 @@ def test_every_shape_and_stride_arrives(value: torch.Tensor, inline_limit: int) 
 
 
 def test_a_row_of_a_large_tensor_travels_alone() -> None:
-    """A view sends its own elements, not the storage it looks into."""
+    """A view sends its own elements, not the storage it looks into (C25)."""
     row = torch.zeros(10_000, 100)[7]
     assert len(pack([Record("r", {"x": row})], owner=OWNER)) < 1000
     assert returned(row).untyped_storage().nbytes() == 400
@@ -138,7 +138,7 @@ def test_received_tensors_are_the_clients_own(inline_limit: int) -> None:
 
 
 def test_the_clients_default_device_does_not_matter() -> None:
-    """Saves arrive on the CPU also under another default device."""
+    """Saves arrive on the CPU also under another default device (B15)."""
     values = [BASE, torch.empty(0)]
     with torch.device("meta"):
         got = [returned(value, limit) for value in values for limit in (1 << 20, 0)]
@@ -156,7 +156,7 @@ def test_engine_tensors_of_inference_mode_travel() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("inline_limit", [1 << 30, 0], ids=["inline", "segment"])
 def test_tensors_of_a_gpu_arrive_on_the_cpu(inline_limit: int) -> None:
-    """GPU tensors of any stride arrive with CPU tensors of the same record, in order."""
+    """GPU tensors of any stride arrive with CPU tensors of the same record, in order (O5, B15)."""
     value = [BASE.cuda(), BASE, BASE.cuda().permute(2, 0, 1), COMPLEX.cuda().conj()]
     value += [torch.randn(1000, 1000, device="cuda", dtype=torch.bfloat16)]
     for got, sent_ in zip(returned(value, inline_limit), value, strict=True):

@@ -87,7 +87,7 @@ def test_tensors_inside_containers_arrive() -> None:
 
 
 def test_a_tensor_saved_twice_is_one_tensor() -> None:
-    """Within a record the same object comes back as the same object; across records never."""
+    """Within a record the same object comes back as the same object; across records never (C25)."""
     t = torch.zeros(2)
     first, second = unpack(
         pack([Record("a", {"x": t, "y": [t, t.clone()]}), Record("b", {"x": t})], owner=OWNER)

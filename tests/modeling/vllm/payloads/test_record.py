@@ -70,7 +70,7 @@ def sent(error: BaseException) -> BlockError:
     ids=lambda error: type(error).__name__,
 )
 def test_an_exception_is_rebuilt_with_type_args_and_text(error: BaseException) -> None:
-    """The rebuilt exception has the original's type, `args` and text."""
+    """The rebuilt exception has the original's type, `args` and text (O10, C94)."""
     error.add_note("a note")
     got = sent(error)
     rebuilt = got.rebuild()
@@ -103,7 +103,7 @@ def test_an_exception_brings_its_attributes() -> None:
     ids=lambda error: f"{error.type_module}.{error.type_name}",
 )
 def test_what_cannot_be_rebuilt_is_none(error: BlockError) -> None:
-    """An unknown, wrong or refusing type gives None and never raises."""
+    """An unknown, wrong or refusing type gives None and never raises (O10, C94)."""
     assert error.rebuild() is None
 
 
@@ -150,7 +150,7 @@ def caught_warning(message: Warning | str, category: type[Warning] | None = None
 
 @pytest.mark.parametrize("category", [UserWarning, DeprecationWarning, MyWarning])
 def test_a_warning_is_caught_in_the_client_with_the_users_line(category: type[Warning]) -> None:
-    """Category, text, file and line are those of the block."""
+    """Category, text, file and line are those of the block (O11, C97)."""
     with pytest.warns(category, match="careful") as caught:
         caught_warning("careful", category).emit()
     assert (caught[0].filename, caught[0].lineno) == ("/home/me/run 1.py", 12)

@@ -79,6 +79,8 @@ def watch_cuda() -> list[str]:
 
 def midstream_engine() -> dict[str, Any]:
     """Build, trace and close."""
+    import torch
+
     from midstream import VLLM
     from tests.support.checkpoints import checkpoint
 
@@ -91,6 +93,7 @@ def midstream_engine() -> dict[str, Any]:
         facts["tokens"] = list(tracer.result.outputs[0].token_ids)
         facts["shared_memory"] = shared_memory(engine_processes())
         facts["parts"] = model.vllm_entrypoint.collective_rpc(parts)[0]
+        facts["group"] = torch.distributed.is_initialized()
         model.close()
         model.close()
     return facts

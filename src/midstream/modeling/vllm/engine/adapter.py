@@ -28,6 +28,7 @@ from midstream.modeling.vllm.engine.host import BlockHost, Progress
 from midstream.modeling.vllm.engine.indices import index_limit
 from midstream.modeling.vllm.engine.kernels import EagerKernels
 from midstream.modeling.vllm.engine.statistics import Statistics
+from midstream.modeling.vllm.engine.tokens import TokenCheck
 from midstream.modeling.vllm.limits import Limits
 from midstream.modeling.vllm.payloads import Record, pack
 from midstream.modeling.vllm.tokenizers import tokenizer_of
@@ -237,7 +238,7 @@ class BlockRunner:
             return super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc]
         learned = False
         try:
-            with self._head(input_batch.req_ids):
+            with self._head(input_batch.req_ids, grammar_output):
                 output = super().sample(  # type: ignore[misc]
                     hidden_states, input_batch, grammar_output
                 )
@@ -247,7 +248,7 @@ class BlockRunner:
             self.blocks.interleaver.finish_step(learned=learned)
 
     @contextmanager
-    def _head(self, request_ids: list[str]) -> Iterator[None]:
+    def _head(self, request_ids: list[str], grammar: Any) -> Iterator[None]:
         """The model's head and the sampler, on the instances, with hand-overs behind them."""
         rows = {
             run: Rows(index, index + 1)
@@ -256,7 +257,8 @@ class BlockRunner:
         }
         sizes = (len(request_ids),)
         self.model.compute_logits = self._logits(self.model.compute_logits, rows, sizes)
-        self.sampler.sample = self._samples(self.sampler.sample, rows, sizes)
+        check = TokenCheck(self._vocabulary, request_ids, grammar)
+        self.sampler.sample = self._samples(self.sampler.sample, rows, check)
         try:
             yield
         finally:
@@ -277,26 +279,15 @@ class BlockRunner:
         return logits
 
     def _samples(
-        self, sample: Callable[..., Any], rows: Mapping[Run, Rows], sizes: tuple[int, ...]
+        self, sample: Callable[..., Any], rows: Mapping[Run, Rows], check: TokenCheck
     ) -> Callable[..., Any]:
         def samples(*args: Any, **kwargs: Any) -> Any:
             sampled, processed = sample(*args, **kwargs)
             ids = sampled.view(-1, 1)
-            given = self.blocks.interleaver.hand_over(
-                SAMPLES, ids, rows, sizes, check=self._check_ids
-            )
+            given = self.blocks.interleaver.hand_over(SAMPLES, ids, rows, (len(ids),), check=check)
             return given.view(-1), processed
 
         return samples
-
-    def _check_ids(self, index: int, ids: torch.Tensor) -> None:
-        """Refuse a token id outside the vocabulary: the next step's lookup would fail with it."""
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self._vocabulary:
-            raise ValueError(
-                f"model.samples was given token id {low if low < 0 else high}; the model's ids "
-                f"run from 0 to {self._vocabulary - 1}."
-            )
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Draw the step's tokens; records of blocks that are done or closed leave with them."""

@@ -42,7 +42,9 @@ class CPUBlockRunner(BlockRunner, CPUModelRunner):  # type: ignore[misc]
         ):
             ids = table.gpu[request, : int(count)].long()
             for name in group.layer_names:
-                self.compilation_config.static_forward_context[name].kv_cache[ids] = 0
+                cache = self.compilation_config.static_forward_context[name].kv_cache
+                for part in cache if isinstance(cache, tuple) else (cache,):  # states are several
+                    part[ids] = 0
 
 
 class CPUBlockWorker(BlockWorkerMixin, CPUWorker):  # type: ignore[misc]

@@ -87,6 +87,16 @@ class BlockSchedulerMixin:
         """Whether a block is to see the request's prompt; one that comes back has seen it."""
         return request.request_id in self._traced and request.num_output_tokens == 0
 
+    def _mamba_block_aligned_split(self, request: Any, num_new_tokens: int, *args: Any) -> int:
+        """VLLM's cut of a prompt where a recurrent state is cached; not of one with a block.
+
+        Nobody reads its cached states: a prompt with a block shares no cache.
+        """
+        if self._must_be_whole(request):
+            return num_new_tokens
+        cut: int = super()._mamba_block_aligned_split(request, num_new_tokens, *args)  # type: ignore[misc]
+        return cut
+
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Update the requests, end those whose block did, and send records on."""
         records, ended, waiting = getattr(model_runner_output, KEY, (b"", [], []))
