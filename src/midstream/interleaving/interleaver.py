@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from midstream.errors import OutOfOrderError
-from midstream.interleaving.events import Event, Rows
+from midstream.interleaving.events import Event, Rows, Served
 from midstream.interleaving.indices import IndexCheck, Limit
 from midstream.interleaving.locations import ENGINE_ORDER, LOGITS, SAMPLES, Location
 from midstream.interleaving.run import EXCHANGE, Run
@@ -220,12 +220,9 @@ class Interleaver:
         run.served = {location: served}
         try:
             run.resume()
-            served.settle(location, run.visit)
-        except Exception as error:  # noqa: BLE001  # a failed copy is the block's error, never the engine's
-            if run.marks is not None:
-                place = f'File "{run.marks.file}", line {run.marks.line}'
-                error.add_note(f"Met in the value that was read at {place}.")
-            run.fail(error) if run.done else run.resume(error)
+            # a block that catches the error of a write is still here, and may write again
+            while (error := _settled(served, location, run)) is not None:
+                run.fail(error) if run.done else run.resume(error)
         finally:
             run.served = {}
         self._after(run)
@@ -508,3 +505,15 @@ def _in_turns(runs: Sequence[Run]) -> list[list[Run]]:
     for run in runs:
         turns.setdefault(run.turn, []).append(run)
     return [turns[turn] for turn in sorted(turns)]
+
+
+def _settled(served: Served, location: Location, run: Run) -> Exception | None:
+    """Copy back what a block changed; the error of a write that failed is the block's."""
+    try:
+        served.settle(location, run.visit)
+    except Exception as error:  # noqa: BLE001  # a failed copy is the block's error, never the engine's
+        if run.marks is not None:
+            place = f'File "{run.marks.file}", line {run.marks.line}'
+            error.add_note(f"Met in the value that was read at {place}.")
+        return error
+    return None
