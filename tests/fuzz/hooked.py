@@ -170,7 +170,6 @@ class Hooked:
         self.error: BaseException | None = None
         self.stopped: bool | None = None
         self.done = False
-        self.cut_short = False
         self._started = self._closed = self._in_step = False
         self._wanted: Any = None
         self._here: Visit | None = None
@@ -211,7 +210,11 @@ class Hooked:
         self._block.close()
 
     def reach(self, place: Place, value: Any, rows: int | None = None) -> Any:
-        """Let the block go on if it waits here, and give what the model goes on with."""
+        """Let the block go on if it waits here, and give what the model goes on with.
+
+        Args:
+            rows: the length of a tensor's first axis that counts as rows; the step's by default.
+        """
         if place in self._passed or not self._in_step:
             return value
         self._passed.add(place)

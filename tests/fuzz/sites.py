@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["rows", "numbers", "shared", "other"]
+Kind = Literal["rows", "numbers", "shared"]
+Leaves = tuple[tuple[str, Kind], ...]
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Site:
 
     path: str
     side: str
-    leaves: tuple[tuple[str, Kind], ...] = (("", "rows"),)
+    leaves: Leaves = (("", "rows"),)
     whole: str = "{0}"
     order: int = 0
 
@@ -34,39 +35,40 @@ class Site:
         return [leaf for leaf, kind in self.leaves if kind == "rows"]
 
 
-_PAIR: tuple[tuple[str, Kind], ...] = (("[0]", "rows"), ("[1]", "rows"))
-_INPUT: tuple[tuple[str, Kind], ...] = (("[0][0]", "rows"),)
+PAIR: Leaves = (("[0]", "rows"), ("[1]", "rows"))
+INPUT: Leaves = (("[0][0]", "rows"),)
 
 
-def _ordered(sites: list[Site]) -> list[Site]:
-    return [Site(s.path, s.side, s.leaves, s.whole, i) for i, s in enumerate(sites)]
+def in_order(sites: list[Site]) -> list[Site]:
+    """Sites that know their place in the list."""
+    return [Site(s.path, s.side, s.leaves, s.whole, i) for i, s in enumerate(sites, 1)]
 
 
 def _toy_layer(i: int) -> list[Site]:
     path = f"layers.{i}"
-    residual: tuple[tuple[str, Kind], ...] = (
+    residual: Leaves = (
         ("[0][0]", "numbers"), ("[1]['hidden']", "rows"), *((("[1]['residual']", "rows"),) if i else ()),
     )
-    both: tuple[tuple[str, Kind], ...] = (("[0][0]", "rows"), *((("[0][1]", "rows"),) if i else ()))
+    both: Leaves = (("[0][0]", "rows"), *((("[0][1]", "rows"),) if i else ()))
     return [
         Site(path, "inputs", residual, "(({0},), {{'hidden': {1}, 'residual': " + ("{1}" if i else "None") + "}})"),
         Site(path, "input", (("", "numbers"),)),
         Site(f"{path}.norm", "inputs", both, "(({0}, " + ("{1}" if i else "None") + "), {{}})"),
-        Site(f"{path}.norm", "output", _PAIR, "({0}, {1})"),
+        Site(f"{path}.norm", "output", PAIR, "({0}, {1})"),
         Site(f"{path}.mix", "output", (("['a']", "rows"), ("['b'][0]", "rows")), "{{'a': {0}, 'b': [{1}]}}"),
         Site(f"{path}.mix.lin", "output", (("[:, :4]", "rows"),), "torch.cat([{0}, {0}], 1)"),
         Site(f"{path}.mlp", "input"),
-        Site(f"{path}.mlp", "inputs", _INPUT, "(({0},), {{}})"),
+        Site(f"{path}.mlp", "inputs", INPUT, "(({0},), {{}})"),
         Site(f"{path}.mlp", "output"),
         *([] if i else [Site("layers.0.act", "output")]),  # of its two calls, the first is served
         Site(f"{path}.gate", "input"),
         Site(f"{path}.gate", "output"),
         Site(f"{path}.twins", "output", ((".low", "rows"), (".high", "rows")), "({0}, {1})"),
-        Site(path, "output", _PAIR, "({0}, {1})"),
+        Site(path, "output", PAIR, "({0}, {1})"),
     ]
 
 
-TOY = _ordered(
+TOY = in_order(
     [
         Site("", "inputs", (("[0][0]", "rows"), ("[0][1]", "numbers")), "(({0}, {1}), {{}})"),
         Site("", "input"),

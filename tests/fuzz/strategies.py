@@ -102,6 +102,7 @@ class Blocks:
         sites: where blocks read and write.
         calls: paths of modules that take and give rows.
         edits: templates of edits, if not all of them.
+        numbers: templates of edits at the sites that serve integers.
         skips: sites (outputs) of the modules that may be skipped.
     """
 
