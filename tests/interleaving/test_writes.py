@@ -103,3 +103,21 @@ def test_writes_beside_a_refused_one_land(steps: Steps, ends: bool) -> None:
     assert isinstance(runs[0].error, ValueError)
     right = steps.step([rows(3, 1)], [lambda: table.output[0].zero_()])
     assert torch.equal(got, right)
+
+
+def test_a_block_that_catches_every_refusal_does_not_hold_the_step(steps: Steps) -> None:
+    """A block that makes a refused write again and again is ended, and the step goes on."""
+    table, caught = steps.root.layers[0].mlp.table, []
+
+    def block() -> None:
+        while True:
+            try:
+                table.output[1].zero_()
+                steps.root.layers[1].output
+            except ValueError:
+                caught.append(1)
+
+    got, runs = steps.try_step([rows(3, 1)], [block])
+    assert isinstance(runs[0].error, ValueError)
+    assert 10 < len(caught) < 1000
+    assert torch.equal(got, steps.step([rows(3, 1)], [lambda: None]))

@@ -221,8 +221,11 @@ class Interleaver:
         try:
             run.resume()
             # a block that catches the error of a write is still here, and may write again
-            while (error := _settled(served, location, run)) is not None:
-                run.fail(error) if run.done else run.resume(error)
+            for tries_left in reversed(range(_TRIES)):
+                error = _settled(served, location, run)
+                if error is None:
+                    break
+                run.resume(error) if tries_left and not run.done else run.fail(error)
         finally:
             run.served = {}
         self._after(run)
@@ -494,6 +497,10 @@ class Interleaver:
             yield
         finally:
             self._charting, self._observing = before
+
+
+_TRIES = 100
+"""How often a block may catch the error of a write, and write again, at one place."""
 
 
 def _in_turns(runs: Sequence[Run]) -> list[list[Run]]:
