@@ -153,7 +153,9 @@ def compare(got: Traced, right: Sequence[Predicted]) -> str | None:
         return f"error: got {got.error}, expected {errors}"
     if got.error is not None:
         count = re.search(r"^(\d+) blocks of this trace failed", got.error, re.M)
-        if int(count[1] if count else 1) != len(errors) or not got.error.startswith(errors[0] + ":"):
+        if int(count[1] if count else 1) != len(errors) or not got.error.startswith(
+            errors[0] + ":"
+        ):
             return f"errors: got {got.error}, expected {errors}"
     for i, outcome in enumerate(right if got.results else ()):
         found = _compare_one(got, i, outcome)

@@ -116,7 +116,9 @@ class Visit:
             ValueError: it changed one that has no rows, or put a tensor into a container.
         """
         own = {id(x) for x in self.mine}
-        if any(isinstance(x, torch.Tensor) and id(x) not in own for x in tree_flatten(self.shown)[0]):
+        if any(
+            isinstance(x, torch.Tensor) and id(x) not in own for x in tree_flatten(self.shown)[0]
+        ):
             self._reshow()
             raise ValueError("put into a container")
         for index, (mine, live) in enumerate(zip(self.mine, self.live, strict=True)):
@@ -141,7 +143,10 @@ class Visit:
         """What the model goes on with."""
         if not self.assigned:
             return self.value
-        leaves = [m if i in self.assigned else x for i, (m, x) in enumerate(zip(self.mine, self.live, strict=True))]
+        leaves = [
+            m if i in self.assigned else x
+            for i, (m, x) in enumerate(zip(self.mine, self.live, strict=True))
+        ]
         return tree_unflatten(leaves, self.form)
 
     def _has_rows(self, index: int) -> bool:
@@ -255,7 +260,9 @@ class Hooked:
             return self._answer(wanted, partial(visit.assign, wanted.value, first=False))
         return self._answer(wanted)
 
-    def _answer(self, wanted: Any, work: Callable[[], Any] | None = None) -> Callable[[], Any] | None:
+    def _answer(
+        self, wanted: Any, work: Callable[[], Any] | None = None
+    ) -> Callable[[], Any] | None:
         """How the block goes on; None if it has to wait."""
         try:
             found = self._value(wanted) if work is None else work()
@@ -320,7 +327,15 @@ def _fits(got: Any, expected: Any) -> bool:
     if isinstance(expected, torch.Tensor):
         return isinstance(got, torch.Tensor) and got.shape == expected.shape
     if isinstance(expected, dict):
-        return isinstance(got, dict) and list(got) == list(expected) and all(_fits(got[k], expected[k]) for k in got)
+        return (
+            isinstance(got, dict)
+            and list(got) == list(expected)
+            and all(_fits(got[k], expected[k]) for k in got)
+        )
     if isinstance(expected, tuple | list):
-        return isinstance(got, tuple | list) and len(got) == len(expected) and all(map(_fits, got, expected))
+        return (
+            isinstance(got, tuple | list)
+            and len(got) == len(expected)
+            and all(map(_fits, got, expected))
+        )
     return got is expected or (type(got) is type(expected) and got == expected)

@@ -76,9 +76,13 @@ class Attend(nn.Module):
         past = self._past or (k[:0], v[:0])
         keys, values = torch.cat([past[0], k]), torch.cat([past[1], v])
         self._past = (keys, values)
-        q, keys, values = (x.unflatten(-1, (-1, self._width)).movedim(1, 0) for x in (q, keys, values))
+        q, keys, values = (
+            x.unflatten(-1, (-1, self._width)).movedim(1, 0) for x in (q, keys, values)
+        )
         keys, values = (x.repeat_interleave(len(q) // len(x), 0) for x in (keys, values))
-        mask = torch.ones(q.shape[1], keys.shape[1], dtype=torch.bool).tril(keys.shape[1] - q.shape[1])
+        mask = torch.ones(q.shape[1], keys.shape[1], dtype=torch.bool).tril(
+            keys.shape[1] - q.shape[1]
+        )
         scores = (q @ keys.mT * self._width**-0.5).masked_fill(~mask, float("-inf"))
         return (scores.softmax(-1) @ values).movedim(0, 1).flatten(1)
 

@@ -47,15 +47,27 @@ def in_order(sites: list[Site]) -> list[Site]:
 def _toy_layer(i: int) -> list[Site]:
     path = f"layers.{i}"
     residual: Leaves = (
-        ("[0][0]", "numbers"), ("[1]['hidden']", "rows"), *((("[1]['residual']", "rows"),) if i else ()),
+        ("[0][0]", "numbers"),
+        ("[1]['hidden']", "rows"),
+        *((("[1]['residual']", "rows"),) if i else ()),
     )
     both: Leaves = (("[0][0]", "rows"), *((("[0][1]", "rows"),) if i else ()))
     return [
-        Site(path, "inputs", residual, "(({0},), {{'hidden': {1}, 'residual': " + ("{1}" if i else "None") + "}})"),
+        Site(
+            path,
+            "inputs",
+            residual,
+            "(({0},), {{'hidden': {1}, 'residual': " + ("{1}" if i else "None") + "}})",
+        ),
         Site(path, "input", (("", "numbers"),)),
         Site(f"{path}.norm", "inputs", both, "(({0}, " + ("{1}" if i else "None") + "), {{}})"),
         Site(f"{path}.norm", "output", PAIR, "({0}, {1})"),
-        Site(f"{path}.mix", "output", (("['a']", "rows"), ("['b'][0]", "rows")), "{{'a': {0}, 'b': [{1}]}}"),
+        Site(
+            f"{path}.mix",
+            "output",
+            (("['a']", "rows"), ("['b'][0]", "rows")),
+            "{{'a': {0}, 'b': [{1}]}}",
+        ),
         Site(f"{path}.mix.lin", "output", (("[:, :4]", "rows"),), "torch.cat([{0}, {0}], 1)"),
         Site(f"{path}.mlp", "input"),
         Site(f"{path}.mlp", "inputs", INPUT, "(({0},), {{}})"),

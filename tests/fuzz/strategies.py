@@ -119,7 +119,9 @@ class Blocks:
 
     @st.composite
     @staticmethod
-    def _at(draw: st.DrawFn, sites: Sequence[Site], templates: Sequence[str], only_rows: bool) -> At:
+    def _at(
+        draw: st.DrawFn, sites: Sequence[Site], templates: Sequence[str], only_rows: bool
+    ) -> At:
         site = draw(st.sampled_from(sites))
         leaf = draw(st.sampled_from(site.rows if only_rows else [leaf for leaf, _ in site.leaves]))
         return At(site, leaf, draw(filled(templates)))
@@ -128,7 +130,7 @@ class Blocks:
     @staticmethod
     def _put(draw: st.DrawFn, sites: Sequence[Site], skips: bool) -> Put:
         site = draw(st.sampled_from(sites))
-        if draw(st.integers(0, 9)) == 9:
+        if draw(st.sampled_from((False, False, False, False, True))):
             return Put(site, draw(filled(MISFITS)), skips)
         if skips:
             parts = ["Z", "Z * 0.5"]
@@ -158,7 +160,9 @@ class Blocks:
         shared = [s for s in self._sites if any(kind == "shared" for _, kind in s.leaves)]
         found: list[Drawn] = [st.builds(Text, st.sampled_from(ERRORS)), st.just(Stops())]
         if shared:
-            found.append(st.builds(At, st.sampled_from(shared), st.just("[1]"), st.just("@[:] += 1.0")))
+            found.append(
+                st.builds(At, st.sampled_from(shared), st.just("[1]"), st.just("@[:] += 1.0"))
+            )
         return st.one_of(found)
 
     def statement(self) -> Drawn:
