@@ -11,6 +11,7 @@
     ├── NotInTraceError                   also ValueError: `.output` or `.save()` outside a block
     ├── OutOfOrderError                   also RuntimeError: the model already ran past a location
     ├── SourceNotAvailableError           also RuntimeError: no operations inside what is not Python
+    ├── LimitExceededError                also RuntimeError: a block went over one of its limits
     ├── PromptError                       also ValueError: a prompt that is not exactly one prompt
     ├── TransportError                    also TypeError: a value that cannot travel
     ├── DataVersionError                  also ValueError: a block written by another version
@@ -34,6 +35,7 @@ __all__ = [
     "EngineBuildError",
     "EngineDeadError",
     "InterventionError",
+    "LimitExceededError",
     "MidstreamError",
     "MidstreamWarning",
     "NotInTraceError",
@@ -83,6 +85,10 @@ class OutOfOrderError(MidstreamError, RuntimeError):
 
 class SourceNotAvailableError(MidstreamError, RuntimeError):
     """A forward has no Python source whose operations could be waited for."""
+
+
+class LimitExceededError(MidstreamError, RuntimeError):
+    """A block went over a limit of time or memory; the text names it, its value and the fix."""
 
 
 class PromptError(MidstreamError, ValueError):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from midstream.interleaving.locations import Location
+from midstream.interleaving.snapshots import Snapshots
 from midstream.interleaving.structure import describe, flatten, same_shape
 
 
@@ -108,25 +109,32 @@ class Event:
         """The value the model goes on with."""
         return self._build(self.leaves) if self._replaced else self._value
 
-    def serve(self, rows: Rows) -> Served:
-        """The event as one request sees it."""
-        return Served(self, rows, self._build)
+    def serve(self, rows: Rows, snapshots: Snapshots) -> Served:
+        """The event as one request sees it; what it reads is counted in its ``snapshots``."""
+        return Served(self, rows, self._build, snapshots)
 
 
 class Served:
     """One event as one block sees it: its rows, and the way back for what it changes."""
 
-    def __init__(self, event: Event, rows: Rows, build: Any):
+    def __init__(self, event: Event, rows: Rows, build: Any, snapshots: Snapshots):
         self._event, self._rows, self._build = event, rows, build
+        self._snapshots = snapshots
         self._mine: list[Any] | None = None
         self._versions: list[int] = []
         self._assigned: dict[int, torch.Tensor] = {}
         self._refused: dict[int, int] = {}
 
     def read(self) -> Any:
-        """The block's private copy; the same object at every read of this visit."""
+        """The block's private copy; the same object at every read of this visit.
+
+        Raises:
+            LimitExceededError: the block would hold too much.
+        """
         if self._mine is None:
-            self._mine = [self._own(index) for index in range(len(self._event.leaves))]
+            mine = [self._own(index) for index in range(len(self._event.leaves))]
+            self._snapshots.add(mine)
+            self._mine = mine
             self._versions = [_version(leaf) for leaf in self._mine]
             self._shown = self._build(self._mine)
         return self._shown

@@ -76,6 +76,7 @@ class Interleaver:
         self._sources.begin_step()
         self.in_step = True
         self._in_turns = any(run.turn for run in runs)
+        self._paused = False  # a block that was left while it called a module does not set it back
         for run in runs:
             run.interleaver = self
             if not run.started or (run.awaited is not None and run.awaited <= run.visit):
@@ -216,7 +217,7 @@ class Interleaver:
 
     def _serve(self, run: Run, location: Location, event: Event, rows: Rows) -> None:
         """Give one block its rows, let it execute, and take back what it changed."""
-        served = event.serve(rows)
+        served = event.serve(rows, run.snapshots)
         run.served = {location: served}
         try:
             run.resume()

@@ -13,6 +13,7 @@ from midstream.interleaving.caches import Cache
 from midstream.interleaving.events import Rows, counting_edits, cut, row_axis
 from midstream.interleaving.locations import Location
 from midstream.interleaving.node import Node, Tree
+from midstream.interleaving.snapshots import Snapshots
 from midstream.interleaving.structure import flatten
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def open_cache(run: Run, tree: Tree, modules: Any, wanted: dict[str, Any]) -> Ca
         )
     paths = _paths(tree, modules)
     cache = Cache(aliases=_aliases(tree, paths))
-    run.recorders.append(Recorder(cache, Wanted(tuple(paths), **wanted)))
+    run.recorders.append(Recorder(cache, Wanted(tuple(paths), **wanted), run.snapshots))
     return cache
 
 
@@ -103,8 +104,9 @@ def _aliases(tree: Tree, paths: Iterable[str]) -> dict[str, str]:
 class Recorder:
     """Fills one cache, for as long as the block, or its caller, can still read it."""
 
-    def __init__(self, cache: Cache, wanted: Wanted):
+    def __init__(self, cache: Cache, wanted: Wanted, snapshots: Snapshots):
         self._cache, self._wanted = weakref.ref(cache), wanted
+        self._snapshots = snapshots
         self._pending = False
         if wanted.non_blocking:
             cache._settle = self.settle  # type: ignore[assignment]
@@ -125,12 +127,17 @@ class Recorder:
         Args:
             value: what the module was called with (``(args, kwargs)``) or returned.
             sizes: lengths along which a tensor counts as one row a token.
+
+        Raises:
+            LimitExceededError: the block would hold too much.
         """
         cache = self._cache()
         if cache is None or location.side not in self._wanted.sides:
             return
         leaves, build = flatten(value)
-        kept = build([self._kept(leaf, rows, sizes) for leaf in leaves])
+        copies = [self._kept(leaf, rows, sizes) for leaf in leaves]
+        self._snapshots.add(copies)
+        kept = build(copies)
         side = "inputs" if location.side == "input" else location.side
         cache.visits.setdefault(location.path, {}).setdefault(side, []).append(kept)
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import sys
+from _thread import get_ident
 from collections.abc import Callable
-from types import CodeType, FrameType
+from time import monotonic
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import greenlet
 
-from midstream.errors import NotInTraceError, OutOfOrderError
+from midstream.errors import LimitExceededError, NotInTraceError, OutOfOrderError
+from midstream.interleaving.frames import user_frame, user_line
 from midstream.interleaving.generators import Exchange, Generators
 from midstream.interleaving.locations import Location
 from midstream.interleaving.modes import BlockModes
+from midstream.interleaving.printing import Notice, Output
+from midstream.interleaving.snapshots import Snapshots
+from midstream.interleaving.watchdog import ATTEMPTS, WATCHDOG, Clock, TimeUp
 
 if TYPE_CHECKING:
     from midstream.interleaving.events import Served
@@ -75,15 +80,6 @@ class Mark(NamedTuple):
         return next(positions, (None,))[0] or 0
 
 
-class Notice(NamedTuple):
-    """A warning on its way to the caller's process."""
-
-    message: str
-    category: type[Warning]
-    file: str
-    line: int
-
-
 class StopTrace(BaseException):
     """Unwinds a block that ends its request; no `except Exception` of the user's holds it up.
 
@@ -108,14 +104,27 @@ class Run:
         closed: whether the request has ended, so that no further step comes.
         stopped: whether the block has asked for the request's end, and with it whether the step's
             token is to be kept.
-        warnings: what is to be warned about in the caller's process.
+        output: what is to be printed and warned about in the caller's process.
         recorders: what is recorded for the block, until its request ends.
         error: what the block raised, if it did.
         uses_source: whether the block may ask for operations inside a forward.
         marks: where in the user's code the last value was asked for, for error texts.
+        snapshots: the values it was given and still holds.
+        clock: how long the engine's blocks have been executing.
+        seconds: how long this one has, in this step.
+        overrun: why it was interrupted, if it was.
+        attempts, next_attempt, interrupted: how often, when again, and whether it is still to see
+            that it was (the watchdog's).
     """
 
-    def __init__(self, target: Callable[[], None], *, seed: int = 0):
+    def __init__(
+        self,
+        target: Callable[[], None],
+        *,
+        seed: int = 0,
+        clock: Clock | None = None,
+        snapshots: Snapshots | None = None,
+    ):
         self._target = target
         self._greenlet = _BlockGreenlet(self._main)
         self._greenlet.block_run = self
@@ -132,11 +141,16 @@ class Run:
         self.awaited: int | None = None
         self.closed = False
         self.stopped: StopTrace | None = None
-        self.warnings: list[Notice] = []
+        self.output = Output()
         self.recorders: list[Recorder] = []
         self._abandoned = False
         self.uses_source = False
         self.marks: Mark | None = None
+        self.snapshots = snapshots or Snapshots()
+        self.clock = clock or Clock()
+        self.seconds = 0.0
+        self.overrun: LimitExceededError | None = None
+        self.attempts, self.next_attempt, self.interrupted = 0, 0.0, False
 
     @property
     def done(self) -> bool:
@@ -162,20 +176,55 @@ class Run:
         """
         if self.done:
             return
+        if self.seconds > self.clock.block or self.clock.in_step > self.clock.step:
+            self.overrun = self.clock.exceeded(self)
+        if self.overrun is None:
+            self._visit(error)
+        if self.overrun is not None:
+            self.fail(self.overrun)
+
+    def _visit(self, error: BaseException | None) -> None:
         self._greenlet.parent = greenlet.getcurrent()
         self.wanted = None
         if self._generators is None:
             self._generators = Generators(self._seed)
         EXCHANGE.give(self._generators)
-        with self._modes:
-            if error is None:
-                self._greenlet.switch()
-            else:
-                self._greenlet.throw(error)
+        with self._modes, self.output:
+            self._switch(error)
         if not self.keeps_generators:
             EXCHANGE.give(None)
             if self.done:
                 self._generators.release()
+
+    def _switch(self, error: BaseException | None) -> None:
+        """Execute the block on the clock. The order of these lines matters, see `watchdog`."""
+        clock = self.clock
+        clock.thread, clock.started = get_ident(), monotonic()
+        try:
+            clock.run = self
+            if WATCHDOG.rests:
+                WATCHDOG.wake()
+            if error is None:
+                self._greenlet.switch()
+            else:
+                self._greenlet.throw(error)
+        except TimeUp:  # arrived as the block gave control back
+            pass
+        finally:
+            clock.run = None
+        if clock.fired:
+            try:
+                clock.disarm()
+            except TimeUp:
+                clock.disarm()
+        seconds = monotonic() - clock.started
+        self.seconds += seconds
+        clock.in_step += seconds
+        clock.total += seconds
+
+    def begin_step(self) -> None:
+        """Begin to count the seconds of another step."""
+        self.seconds = 0.0
 
     @property
     def keeps_generators(self) -> bool:
@@ -190,10 +239,11 @@ class Run:
         """
         if self.done:
             return
-        try:
-            self.resume(greenlet.GreenletExit())
-        except greenlet.error:
-            EXCHANGE.give(None)
+        if self.attempts < ATTEMPTS:
+            try:
+                self._visit(greenlet.GreenletExit())
+            except greenlet.error:
+                EXCHANGE.give(None)
         if not self.done:
             self._abandoned = True
             _ABANDONED.append(self._greenlet)
@@ -210,6 +260,9 @@ class Run:
             pass
         except StopTrace as stop:
             self.stopped = stop
+        except TimeUp as up:
+            if self.overrun is not None:
+                self.overrun.__traceback__ = up.__traceback__
         except BaseException as error:  # noqa: BLE001  # a block may raise anything, and the engine lives on
             self.error = error
 
@@ -245,9 +298,7 @@ class Run:
 
     def warn(self, message: str, category: type[Warning]) -> None:
         """Warn in the caller's process, with the user's line."""
-        frame = _frame_of_block()
-        place = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
-        self.warnings.append(Notice(message, category, *place))
+        self.output.warn(Notice(message, category, *user_line()))
 
     def stop(self) -> NoReturn:
         """End the request here: the block is unwound, and what it saved comes back."""
@@ -271,7 +322,7 @@ class Run:
         return served
 
     def _wait(self, location: Location) -> Served:
-        frame = _frame_of_block()
+        frame = user_frame()
         code, at = (frame.f_code, frame.f_lasti) if frame is not None else (None, 0)
         del frame  # it would keep the block's variables alive while the block waits
         if self.interleaver is None:
@@ -281,16 +332,3 @@ class Run:
         self._park()
         self.marks = Mark(location, code, at)
         return self.served[location]
-
-
-_OURS = f"{__name__.partition('.')[0]}."
-
-
-def _frame_of_block() -> FrameType | None:
-    """The nearest frame outside midstream: the user's."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if not (frame.f_globals.get("__package__") or "").startswith(_OURS):
-            return frame
-        frame = frame.f_back
-    return None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from midstream import save
+from midstream import VLLM, save
 from midstream.errors import (
     InterventionError,
     MidstreamWarning,
@@ -203,6 +203,26 @@ def test_values_of_edits_and_of_the_trace_stay_apart(model: Any) -> None:
         mine = save("trace")
     assert tracer.result.saves == {"last": 2, "mine": 2}
     assert (last, mine, tracer.saves) == ("untouched", "trace", {"mine": "trace"})
+
+
+def test_the_later_edit_wins_though_it_is_done_first(model: Any) -> None:
+    """An edit that is done sends its values while its request goes on; their order stays."""
+    with model.edit() as (tracer, _):
+        looped = -1
+        for _ in tracer.all():
+            model.logits
+            looped += 1
+        value = save(f"looped to {looped}")
+        looped.save()
+    with model.edit():
+        value = save("once")
+    with model.trace(A, max_tokens=4, **GREEDY) as tracer:
+        mine = [].save()
+        for step in tracer.iter[:2]:
+            model.logits
+            mine.append(step)
+    assert tracer.result.saves == {"value": "once", "looped": 3}
+    assert mine == [0, 1]
 
 
 def test_values_of_each_sequence(model: Any) -> None:
@@ -572,8 +592,6 @@ def test_refused_forms(model: Any) -> None:
 
 def test_edit_of_another_model_is_refused(model: Any) -> None:
     """A block that uses another model's modules cannot be installed."""
-    from midstream import VLLM
-
     layer = VLLM(model.repo, dtype="float32").model.layers[0]
     with pytest.raises(TransportError, match="of another model"):
         with model.edit():
@@ -582,8 +600,6 @@ def test_edit_of_another_model_is_refused(model: Any) -> None:
 
 def test_edits_end_with_their_engine(model: Any, hf: Oracle) -> None:
     """The first edit builds the engine (A10); `close()` clears all, and the next starts without."""
-    from midstream import VLLM
-
     halved, clean = (hf.generate(A, 4, changes=change).tokens for change in (HALVED, ()))
     with VLLM(model.repo, **TINY) as fresh:
         edit = halve(fresh, name="halve")
@@ -600,3 +616,31 @@ def test_edits_end_with_their_engine(model: Any, hf: Oracle) -> None:
         halve(fresh)
         assert generated(fresh, A, 4) == halved
     assert generated(model, A, 4) == clean
+
+
+def test_preempted_requests_keep_their_edits(model: Any) -> None:
+    """A request that loses its place for lack of memory returns to its edits, each step once."""
+    prompts = [[10 + i] * (20 + i) for i in range(6)]
+    few = {**TINY, "max_model_len": 128, "num_gpu_blocks_override": 11}
+    with VLLM(model.repo, **few) as crowded:
+        with crowded.edit() as (tracer, _):
+            rows = [].save()
+            for _ in tracer.all():
+                rows.append(len(crowded.model.layers[2].output[0]))
+                crowded.logits[:, 5] += 0.5
+        scheduler = crowded.vllm_entrypoint.llm_engine.engine_core.engine_core.scheduler
+        preempted, preempt = [], scheduler._preempt_request
+
+        def noting(request: Any, *more: Any, **keywords: Any) -> Any:
+            preempted.append(request.request_id)
+            return preempt(request, *more, **keywords)
+
+        scheduler._preempt_request = noting
+        together = crowded.generate(prompts, max_tokens=50, **GREEDY)
+        assert len(preempted) > 1
+        count = len(preempted)
+        for output, prompt in zip(together, prompts, strict=True):
+            (alone,) = crowded.generate(prompt, max_tokens=50, **GREEDY)
+            assert tokens(output) == tokens(alone)
+            assert output.saves == alone.saves == {"rows": [len(prompt), *[1] * 49]}
+        assert len(preempted) == count

@@ -35,21 +35,20 @@ class Outcome:
     """What one request brought home.
 
     Attributes:
-        ids: its sequences, as the engine names them.
-        plain: whether it runs without any block, so that no record of it comes.
-        edited: whether installed edits run beside it.
+        expected: how many records come of each sequence: one of its block, if it has one, and one
+            of each installed edit.
+        edited: whether edits run beside it.
         output: vLLM's finished `RequestOutput`; None if the request was aborted.
         records: what its block left, one for each sequence of the request; None for one that ended
             before the block began.
-        edits: what the edits left, for each sequence in the order of installation.
+        edits: what the edits left, by sequence and by the edit's number.
     """
 
-    ids: list[str] = field(default_factory=list)
-    plain: bool = False
+    expected: int = 0
     edited: bool = False
     output: Any = None
     records: list[Record | None] = field(default_factory=list)
-    edits: list[list[Record]] = field(default_factory=list)
+    edits: list[dict[int, Record]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -165,21 +164,20 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         name = f"trace-{next(self._names)}"
-        params, prompt = submission.params.clone(), dict(submission.prompt)
+        params, prompt = submission.params, dict(submission.prompt)
         params.output_kind = RequestOutputKind.FINAL_ONLY
         if submission.payload is not None:
             _load(params, prompt, submission.payload)
         with bootstrap.environment(bootstrap.runner_variables(self._vllm)):
             request = self._core.add_request(name, prompt, params, lora_request=submission.lora)
-        ids = [request] if params.n == 1 else [f"{index}_{request}" for index in range(params.n)]
-        payload = submission.payload
+        payload = submission.payload or Payload()
         outcome = self._outcomes[name] = Outcome(
-            ids,
-            plain=payload is None,
-            edited=payload is not None and bool(payload.edits),
+            expected=bool(payload.block) + len(payload.edits),
+            edited=bool(payload.edits),
             records=[None] * params.n,
-            edits=[[] for _ in ids],
+            edits=[{} for _ in range(params.n)],
         )
+        ids = [request] if params.n == 1 else [f"{index}_{request}" for index in range(params.n)]
         self._sequences.update({i: (outcome, index) for index, i in enumerate(ids)})
 
     def _has_died(self, error: BaseException) -> bool:
@@ -195,8 +193,8 @@ class Engine:
         self._core.abort_request(list(self._outcomes))
         # vLLM's output side may have finished them already, and then tells the engine nothing
         self._core.engine_core.abort_requests(list(self._sequences))
-        for outcome in self._outcomes.values():
-            self._close_plain(outcome)
+        # of requests without a block no word comes
+        self._closed.update(i for i, (found, _) in self._sequences.items() if not found.expected)
         self._until_closed()
         self.broken = False
 
@@ -206,9 +204,7 @@ class Engine:
             outputs = self._step()
             for output in outputs:
                 if output.finished and output.request_id in self._outcomes:
-                    outcome = self._outcomes[output.request_id]
-                    outcome.output = output
-                    self._close_plain(outcome)
+                    self._outcomes[output.request_id].output = output
             if outputs or self._core.has_unfinished_requests():
                 deadline = time.monotonic() + _PATIENCE
             elif time.monotonic() > deadline:
@@ -220,12 +216,8 @@ class Engine:
         if sequence in self._closed:
             return True
         outcome, index = self._sequences[sequence]
-        return outcome.output is not None and outcome.records[index] is not None
-
-    def _close_plain(self, outcome: Outcome) -> None:
-        """A request without a block is done as soon as vLLM is done with it."""
-        if outcome.plain:
-            self._closed.update(outcome.ids)
+        found = (outcome.records[index] is not None) + len(outcome.edits[index])
+        return outcome.output is not None and found == outcome.expected
 
     def _step(self) -> Any:
         """One step of the engine, which in this process must not be left halfway."""
@@ -257,7 +249,7 @@ class Engine:
             if record.request_id in self._sequences:
                 outcome, index = self._sequences[record.request_id]
                 if EDIT in record.extra:
-                    outcome.edits[index].append(record)
+                    outcome.edits[index][record.extra[EDIT]] = record
                 else:
                     outcome.records[index] = record
 

@@ -1,11 +1,38 @@
-"""Failed blocks as exceptions of the caller."""
+"""What blocks printed, warned about and failed with, in the caller's process."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from midstream.errors import InterventionError
-from midstream.modeling.vllm.payloads import BlockError
+from midstream.modeling.vllm.payloads import BlockError, Record
+
+
+def report(records: Sequence[Record]) -> None:
+    """Print what the blocks printed, warn about what they warned about, and raise for failures.
+
+    Raises:
+        InterventionError: a block failed.
+        Warning: the caller's filters turn a warning into an error, and no block failed.
+    """
+    try:
+        tell(records)
+    finally:
+        raise_failures([record.error for record in records if record.error is not None])
+
+
+def tell(records: Sequence[Record]) -> None:
+    """Print what the blocks printed, and warn about what they warned about.
+
+    Raises:
+        Warning: the caller's filters turn a warning into an error.
+    """
+    for record in records:
+        for text in record.prints:
+            text.emit()
+    for record in records:
+        for warning in record.warnings:
+            warning.emit()
 
 
 def raise_failures(errors: Sequence[BlockError]) -> None:

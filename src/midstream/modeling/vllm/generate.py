@@ -13,7 +13,8 @@ from midstream.modeling.vllm.arguments import check_settings
 from midstream.modeling.vllm.client import Outcome
 from midstream.modeling.vllm.data import Request
 from midstream.modeling.vllm.edits import EditRegistry
-from midstream.modeling.vllm.outputs import attach_edits, warn_of_failures
+from midstream.modeling.vllm.failures import tell
+from midstream.modeling.vllm.outputs import attach_edits, edit_records, warn_of_failures
 
 if TYPE_CHECKING:
     from midstream.modeling.vllm.tracer import Tracer
@@ -80,6 +81,7 @@ class Generating:
         found = [self._prompt(each, ()) for each in _several(prompts)]
         outcomes = self._submit([Request(each, dict(settings), b"") for each in found])
         attach_edits(outcomes)
+        tell(edit_records(outcomes))
         warn_of_failures(outcomes, stacklevel=3)
         return Outputs(outcome.output for outcome in outcomes)
 

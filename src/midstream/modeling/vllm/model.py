@@ -18,6 +18,8 @@ from midstream.modeling.vllm.client import Engine, Outcome, Submission
 from midstream.modeling.vllm.data import Request, read
 from midstream.modeling.vllm.edits import Editable, EditRegistry
 from midstream.modeling.vllm.generate import Generating
+from midstream.modeling.vllm.limits import NAMES as LIMITS
+from midstream.modeling.vllm.limits import Limits
 from midstream.modeling.vllm.locations import EngineModel
 from midstream.modeling.vllm.session import Session, Sessions
 from midstream.modeling.vllm.stored import Stored, Storing, no_objects
@@ -42,6 +44,8 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
         dispatch: build the engine now.
         rename: further names for modules: path ("model.layers") or last part of one ("layers") to
             a name or a list of names.
+        block_timeout, max_save_bytes, max_snapshot_bytes: what a block may take, see
+            ``limits.Limits``; a request that goes over one fails, others go on.
         engine: vLLM's own engine arguments (`dtype`, `max_model_len`, `gpu_memory_utilization`...).
 
     Attributes:
@@ -83,7 +87,10 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
             )
         self.taps: tuple[str, ...] = tuple(taps)
         bootstrap.prepare_process(self._vllm)
-        self._settings = _with_rename(engine, rename)
+        limits = Limits.taken_from(engine)
+        self._settings = _with_ours(
+            engine, {"rename": dict(rename or {}), "limits": limits.changed()}
+        )
         _check_engine_arguments(engine)
         args.check_classes(engine, cpu=self._vllm.cpu)
         with bootstrap.environment(bootstrap.runner_variables(self._vllm)):
@@ -224,7 +231,7 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
             finally:
                 if engine.broken:
                     self.close()
-                self._edits.send()
+                self._when_idle(self._edits.send)
 
     def _submission(self, request: Request) -> Submission:
         settings = dict(request.settings)
@@ -299,17 +306,20 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
         raise TypeError("A VLLM cannot be pickled. Inside its own trace it can be used by name.")
 
 
-def _with_rename(engine: Mapping[str, Any], rename: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Engine arguments that take the further names of modules to where blocks run."""
-    if not rename:
+def _with_ours(engine: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Engine arguments that take what is ours to where blocks run."""
+    given = {name: value for name, value in ours.items() if value}
+    if not given:
         return dict(engine)
-    ours = {KEY: {"rename": dict(rename)}}
-    return {**engine, "additional_config": {**(engine.get("additional_config") or {}), **ours}}
+    return {
+        **engine,
+        "additional_config": {**(engine.get("additional_config") or {}), KEY: given},
+    }
 
 
 def _check_engine_arguments(engine: Mapping[str, Any]) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
-    ours = ("dispatch", "mode", "rename", "taps")
+    ours = ("dispatch", "mode", "rename", "taps", *LIMITS)
     args.check_known(engine, known, "an argument of vLLM's engine", ours)

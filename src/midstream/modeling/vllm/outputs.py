@@ -10,42 +10,37 @@ from midstream.errors import InterventionError, MidstreamWarning
 from midstream.modeling.vllm.client import Outcome
 from midstream.modeling.vllm.failures import failure
 from midstream.modeling.vllm.merging import merge
-from midstream.modeling.vllm.payloads import BlockError, Record
+from midstream.modeling.vllm.payloads import Record
 
 
-def attach_edits(outcomes: Sequence[Outcome]) -> list[BlockError]:
+def attach_edits(outcomes: Sequence[Outcome]) -> None:
     """Put what edits saved, and why one failed, on the outputs of their requests.
 
     An output whose request ran edits gets ``saves``, their values by name (of two edits' values
     under one name the later installed one's; with several sequences a list of theirs), and
     ``edit_error``, an `InterventionError` or None. Each completion has its own ``saves``.
-
-    Returns:
-        The edits' errors.
     """
-    errors: list[BlockError] = []
     for outcome in outcomes:
         if not outcome.edited:
             continue
-        found = [_sequence(records) for records in outcome.edits]
-        met = [record.error for records in outcome.edits for record in records if record.error]
-        errors += met
-        _warn([record for records in outcome.edits for record in records])
+        records = [[found[i] for i in sorted(found)] for found in outcome.edits]
+        found = [_sequence(of_edits) for of_edits in records]
+        met = [record.error for of_edits in records for record in of_edits if record.error]
         if outcome.output is not None:
             for completion in outcome.output.outputs:
                 completion.saves = found[completion.index]
             outcome.output.saves = merge(found, {})
             outcome.output.edit_error = failure(met)
-    return errors
 
 
 def _sequence(records: Sequence[Record]) -> Mapping[str, Any]:
     return {name: value for record in records for name, value in record.saves.items()}
 
 
-def _warn(records: Sequence[Record]) -> None:
-    for warning in (warning for record in records for warning in record.warnings):
-        warning.emit()
+def edit_records(outcomes: Sequence[Outcome]) -> list[Record]:
+    """What the edits of some requests left, one after the other."""
+    sequences = (found for outcome in outcomes for found in outcome.edits)
+    return [found[edit] for found in sequences for edit in sorted(found)]
 
 
 def warn_of_failures(outcomes: Sequence[Outcome], stacklevel: int) -> None:
@@ -56,6 +51,8 @@ def warn_of_failures(outcomes: Sequence[Outcome], stacklevel: int) -> None:
         if outcome.output is not None and getattr(outcome.output, "edit_error", None)
     ]
     if failed:
+        if isinstance(failed[0].__cause__, KeyboardInterrupt):
+            raise failed[0].__cause__
         text = str(failed[0]).partition("\n")[0]
         warnings.warn(
             f"An installed edit failed in {len(failed)} of {len(outcomes)} requests; they went on "

@@ -17,10 +17,10 @@ from midstream.errors import (
 from midstream.interleaving.caches import Cache  # its class has to be loaded when one comes home
 from midstream.modeling.vllm.arguments import check_settings
 from midstream.modeling.vllm.data import Request, write
-from midstream.modeling.vllm.failures import raise_failures
+from midstream.modeling.vllm.failures import report
 from midstream.modeling.vllm.invoke import Invoke
 from midstream.modeling.vllm.merging import merge
-from midstream.modeling.vllm.outputs import attach_edits
+from midstream.modeling.vllm.outputs import attach_edits, edit_records
 from midstream.tracing import Block, Capture, Execution, bind, forget_skip
 from midstream.tracing.shipping import dumps
 
@@ -181,10 +181,8 @@ class Tracer:
         self.result = results[0] if self._prompt is not None or len(results) == 1 else results
         records = [record for outcome in outcomes for record in outcome.records if record]
         self.saves = merge([record.saves for record in records], shared)
-        for warning in (warning for record in records for warning in record.warnings):
-            warning.emit()
-        failed = [record.error for record in records if record.error is not None]
-        raise_failures([*attach_edits(outcomes), *failed])
+        attach_edits(outcomes)
+        report([*edit_records(outcomes), *records])
 
     @property
     def iter(self) -> NoReturn:

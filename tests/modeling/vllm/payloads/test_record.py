@@ -178,6 +178,17 @@ def test_the_clients_filters_decide() -> None:
     assert caught == []
 
 
+def test_warning_of_the_main_script_is_of_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filters for `__main__`, as Python has one by default, see the script's warnings."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "script.py")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", module="__main__")
+        for file in ("script.py", "other.py"):
+            BlockWarning("builtins", "DeprecationWarning", "old", file, 1).emit()
+    assert [warning.filename for warning in caught] == ["script.py"]
+
+
 def test_a_repeated_warning_shows_once() -> None:
     """Under Python's default filter the same line warns once, in however many traces."""
     with warnings.catch_warnings(record=True) as caught:

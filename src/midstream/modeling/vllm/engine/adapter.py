@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.v1.outputs import ModelRunnerOutput
@@ -25,9 +26,12 @@ from midstream.interleaving.run import Run
 from midstream.modeling.vllm.engine.host import BlockHost
 from midstream.modeling.vllm.engine.indices import index_limit
 from midstream.modeling.vllm.engine.kernels import EagerKernels
+from midstream.modeling.vllm.limits import Limits
 from midstream.modeling.vllm.payloads import Record, pack
 from midstream.modeling.vllm.tokenizers import tokenizer_of
 from midstream.modeling.vllm.wire import KEY
+
+_SHARE = 0.8  # of the time vLLM gives a step, for blocks
 
 
 class BlockRunner:
@@ -49,14 +53,16 @@ class BlockRunner:
         """Load the model, and make its tree."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         given = self.vllm_config.additional_config
-        rename = given.get(KEY, {}).get("rename") if isinstance(given, dict) else None
+        ours = given.get(KEY, {}) if isinstance(given, dict) else {}
         self._vocabulary = int(self.model_config.get_vocab_size())
         self.blocks = BlockHost(
             self.model,
             lambda: tokenizer_of(self.model_config),
-            rename,
+            ours.get("rename"),
             limit=index_limit(self._vocabulary, int(self.model_config.max_model_len)),
             stateful=self._stateful_layers(),
+            limits=Limits(**ours.get("limits", {})),
+            step_timeout=_SHARE * envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
         )
         self._kernels = EagerKernels(self.model, self.vllm_config)
         self._active: dict[str, list[Run]] = {}
@@ -104,6 +110,7 @@ class BlockRunner:
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step's forward."""
         self._active, self._eager = {}, False
+        self.blocks.clock.begin_step()
         try:
             output = super().execute_model(*args, **kwargs)  # type: ignore[misc]
         except BaseException:

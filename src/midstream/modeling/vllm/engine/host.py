@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import torch
 
-from midstream.errors import MidstreamError, UnsupportedError
-from midstream.interleaving.caches import Cache
+from midstream.errors import LimitExceededError, MidstreamError
 from midstream.interleaving.indices import Limit
 from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.node import Tree
-from midstream.interleaving.recording import open_cache
-from midstream.interleaving.run import Notice, Run, current_run
+from midstream.interleaving.printing import Notice
+from midstream.interleaving.run import Run
+from midstream.interleaving.snapshots import Snapshots
 from midstream.interleaving.source import find_source
-from midstream.interleaving.steps import Steps
+from midstream.interleaving.watchdog import Clock
 from midstream.modeling.vllm.engine.edits import InstalledEdit, InstalledEdits
-from midstream.modeling.vllm.engine.refusals import refused
+from midstream.modeling.vllm.engine.inside import BlockModel, BlockTracer, Rename
 from midstream.modeling.vllm.engine.stored import Store
-from midstream.modeling.vllm.locations import EngineModel
-from midstream.modeling.vllm.payloads import BlockError, BlockWarning, Record
+from midstream.modeling.vllm.limits import Limits, check_saves
+from midstream.modeling.vllm.payloads import BlockError, BlockWarning, Print, Record
 from midstream.modeling.vllm.wire import (
     EDIT,
     FAILED,
@@ -37,10 +38,7 @@ from midstream.modeling.vllm.wire import (
     Payload,
 )
 from midstream.tracing import Block, Execution, user_traceback
-from midstream.tracing.saves import save
 from midstream.tracing.shipping import loads
-
-Rename = Mapping[str, str | list[str]]
 
 
 class Admitted:
@@ -49,6 +47,10 @@ class Admitted:
     Args:
         edits: installed edits that run before it, each a block beside the same request.
         edit: the installed edit that this is, if it is one.
+
+    Attributes:
+        blocks: all blocks of the request in their turn, this one last; a request that runs edits
+            only has no other.
     """
 
     def __init__(
@@ -66,10 +68,16 @@ class Admitted:
         self._edits, self._edit = edits, edit
         self._block: Block | None = None
         self._execution: Execution | None = None
-        self.run = Run(self._execute, seed=zlib.crc32(payload.block))
+        self.run = Run(
+            self._execute,
+            seed=zlib.crc32(payload.block),
+            clock=host.clock,
+            snapshots=Snapshots(host.limits.max_snapshot_bytes),
+        )
         self.run.uses_source = b"source" in payload.block
         self.run.context = host.stored.objects
-        for turn, block in enumerate([*edits, self] if edits else ()):
+        self.blocks = [*edits, self] if payload.block or edit is not None else [*edits]
+        for turn, block in enumerate(self.blocks if edits else ()):
             block.run.turn = turn
         self.reported = False
         self.recorded = False
@@ -87,16 +95,14 @@ class Admitted:
 
     def entering(self) -> list[Run]:
         """Count a step of the request; its runs that have something to do in it, in their turn."""
-        entering = [self.run] if self._enters_step() else []
-        if self._edits:
-            entering = [*(edit.run for edit in self._edits if edit._enters_step()), *entering]
-        return entering
+        return [block.run for block in self.blocks if block._enters_step()]
 
     def _enters_step(self) -> bool:
         self.run.visit, self._steps = self._steps, self._steps + 1
+        self.run.begin_step()
         if self.run.records:
             return True
-        if self.run.done or not self._has_block:
+        if self.run.done:
             return False
         return not self.run.started or (
             self.run.awaited is not None and self.run.awaited <= self.run.visit
@@ -104,33 +110,34 @@ class Admitted:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more comes: its blocks have ended, and no cache of theirs goes on."""
-        mine = not self._has_block or (self.run.done and not self.run.recorders)
-        return mine and all(edit.is_done for edit in self._edits)
+        """Whether nothing more comes: the block has ended, and no cache of it goes on."""
+        return self.run.done and not self.run.recorders
 
-    @property
-    def _has_block(self) -> bool:
-        """Whether there is one; a request may run installed edits only."""
-        return bool(self._payload.block) or self._edit is not None
-
-    def records(self) -> list[Record]:
-        """What the request sends home, once: when it is done or closes, a record a block."""
-        self.recorded = True
-        found = [record for edit in self._edits for record in edit.records()]
-        return [*found, self._record()] if self._has_block else found
-
-    def _record(self) -> Record:
+    def record(self) -> Record:
+        """What the request sends home, once: when its block is done or it closes."""
+        if not self.run.done:
+            self.run.begin_step()
         self.run.close()
         for recorder in self.run.recorders:
             recorder.settle()
-        execution, self._execution = self._execution, None
+        self.recorded = True
+        saves, error = self._saves(), self.run.error
+        try:
+            check_saves(saves, self._host.limits.max_save_bytes)
+        except LimitExceededError as exceeded:
+            saves, error = {}, error or exceeded
         return Record(
             self.request_id,
-            saves=execution.saves() if execution is not None else {},
-            error=self._error(self.run.error),
-            warnings=[_warning(notice) for notice in self.run.warnings],
+            saves=saves,
+            error=self._error(error),
+            warnings=[_warning(notice) for notice in self.run.output.notices()],
+            prints=[Print(stream, text) for stream, text in self.run.output.prints()],
             extra={EDIT: self._edit.id} if self._edit is not None else {},
         )
+
+    def _saves(self) -> dict[str, Any]:
+        execution, self._execution = self._execution, None
+        return execution.saves() if execution is not None else {}
 
     def how_ended(self) -> str:
         """How a block has ended the request; an edit that failed lets it go on."""
@@ -166,6 +173,8 @@ class BlockHost:
         rename: further names for modules.
         limit: bounds of the indices that modules look up.
         stateful: the layers that run whoever skips them.
+        limits: what a block may take.
+        step_timeout: seconds that all blocks of a step may take together.
     """
 
     def __init__(
@@ -175,7 +184,11 @@ class BlockHost:
         rename: Rename | None = None,
         limit: Limit | None = None,
         stateful: Iterable[Any] = (),
+        limits: Limits | None = None,
+        step_timeout: float = math.inf,
     ):
+        self.limits = limits or Limits()
+        self.clock = Clock(self.limits.block_timeout, step_timeout)
         self.model = BlockModel(root, tokenizer, rename)
         self.tracer = BlockTracer(self.model.tree)
         always = _containing(self.model.tree, {id(layer) for layer in stateful})
@@ -230,26 +243,30 @@ class BlockHost:
     def finished(self, request_ids: Iterable[str]) -> list[Record]:
         """Records of those blocks that are done while their requests go on, in their order."""
         found = (self._admitted.get(i) for i in sorted(request_ids))
-        done = [a for a in found if a is not None and a.is_done and not a.recorded]
-        return [record for admitted in done for record in admitted.records()]
+        blocks = (block for admitted in found if admitted is not None for block in admitted.blocks)
+        return [block.record() for block in blocks if block.is_done and not block.recorded]
 
     def close(self, request_ids: Iterable[str]) -> list[Record]:
         """End the blocks of finished requests.
 
         Returns:
-            The records that have not been sent, in the order of the requests' ids, those of edits
-            first.
+            The records that have not been sent, in the order of the requests' ids, of one request
+            those of edits first.
         """
         if not self._admitted:
             return []
         closed = [self._admitted.pop(i) for i in sorted(request_ids) if i in self._admitted]
-        return [record for a in closed if not a.recorded for record in a.records()]
+        blocks = (block for admitted in closed for block in admitted.blocks)
+        return [block.record() for block in blocks if not block.recorded]
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._admitted
 
     def __len__(self) -> int:
-        return sum(not admitted.recorded for admitted in self._admitted.values())
+        return sum(
+            not all(block.recorded for block in admitted.blocks)
+            for admitted in self._admitted.values()
+        )
 
     def resolve(self, reference: str, stored: Mapping[str, Any] | None = None) -> Any:
         """The engine's own object for a reference in a block.
@@ -295,54 +312,6 @@ def _how_ended(run: Run) -> str:
     return ""
 
 
-class BlockModel(EngineModel):
-    """What `model` is inside a block.
-
-    Args:
-        root: the model vLLM loaded.
-        tokenizer: gives the checkpoint's tokenizer.
-        rename: further names for modules.
-    """
-
-    def __init__(self, root: torch.nn.Module, tokenizer: Callable[[], Any], rename: Rename | None):
-        super().__init__(root, rename)
-        self.tree.uncallable.update(dict.fromkeys(_with_attention(self.tree), _ATTENTION))
-        self._load_tokenizer = tokenizer
-
-    @property
-    def tokenizer(self) -> Any:
-        """The checkpoint's tokenizer."""
-        return self._load_tokenizer()
-
-    @property
-    def stored(self) -> Mapping[str, Any]:
-        """What clients had put into the engine when this request began, by name."""
-        return current_run("`model.stored`").context  # type: ignore[no-any-return]
-
-    def trace(self, *args: Any, **settings: Any) -> NoReturn:
-        """Refuse: a block runs beside one request.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            "A trace inside a trace is not supported. Save what the other trace needs, and trace "
-            "again after the `with`."
-        )
-
-    generate = refused("generate", "Generate before or after the `with`.")
-    put = refused("put", "Put it in before the request.")
-    session = refused("session", "Open it around the traces.")
-    edit = refused("edit", "Install the edit before the request.")
-    clear_edits = refused("clear_edits", "Clear edits before the request, or leave them out there.")
-
-
-_ATTENTION = (
-    "it contains attention or a state, which reads and writes the cache of all requests in the "
-    "step. Call the modules around it (norms, projections, the MLP), or edit its input"
-)
-
-
 def _containing(tree: Tree, layers: set[int]) -> list[str]:
     """Paths of the modules that are, or contain, one of the layers."""
     return [
@@ -350,98 +319,3 @@ def _containing(tree: Tree, layers: set[int]) -> list[str]:
         for path, module in tree.modules.items()
         if any(id(inner) in layers for inner in module.modules())
     ]
-
-
-def _with_attention(tree: Tree) -> list[str]:
-    """Paths of the modules that use the KV cache, or contain one that does."""
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-
-    return [
-        path
-        for path, module in tree.modules.items()
-        if any(isinstance(inner, AttentionLayerBase) for inner in module.modules())
-    ]
-
-
-class BlockTracer:
-    """What `tracer` is inside a block. All blocks of the engine share it, so none may change it."""
-
-    def __init__(self, tree: Tree):
-        object.__setattr__(self, "_tree", tree)
-
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(
-            f"`tracer.{name}` cannot be assigned: the tracer has no state in a block. Use a "
-            "variable of the block."
-        )
-
-    @property
-    def iter(self) -> Steps:
-        """The request's steps: ``for step in tracer.iter[:3]``, see ``Steps``."""
-        return Steps(current_run("`tracer.iter`"))
-
-    def all(self) -> Iterator[int]:
-        """All steps from the one the block is in: ``for step in tracer.all()``."""
-        return self.iter[:]
-
-    def invoke(self, *args: Any, **settings: Any) -> NoReturn:
-        """Refuse: a block runs beside one request.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            "`tracer.invoke()` inside a block is not supported: the block runs beside its own "
-            "request. Open the trace without a prompt to give it several invokes."
-        )
-
-    def stop(self) -> None:
-        """End this request here. What the block saved comes back; the rest of it does not run.
-
-        The finish reason is "stop", the stop reason "tracer.stop", whatever `ignore_eos` and
-        `min_tokens` say. The step's token counts only if the block had reached `model.samples`.
-        """
-        current_run("`tracer.stop()`").stop()
-
-    def cache(
-        self,
-        modules: Any = None,
-        device: torch.device | str | None = "cpu",
-        dtype: torch.dtype | None = None,
-        detach: bool = True,
-        include_output: bool = True,
-        include_inputs: bool = False,
-        non_blocking: bool = False,
-    ) -> Cache:
-        """Record modules from here to the end of the request, also after the block has ended.
-
-        Args:
-            modules: modules or their paths, one or several; all if left out.
-            device: where values are kept while the request runs; None leaves them where they are.
-                They come home on the CPU.
-            dtype: what floating-point values are converted to.
-            detach: has no effect: nothing in the engine records gradients.
-            include_output: record what the modules return, after all edits.
-            include_inputs: record what they are called with, after all edits.
-            non_blocking: copy to the CPU beside the forward, into page-locked memory.
-
-        Returns:
-            The cache, which is saved under the name it is bound to.
-
-        Raises:
-            ValueError: the block has read or written something already, or there is no such module.
-        """
-        sides = {"output": include_output, "input": include_inputs}
-        wanted = {
-            "sides": frozenset(side for side, included in sides.items() if included),
-            "device": None if device is None else torch.device(device),
-            "dtype": dtype,
-            "non_blocking": non_blocking,
-        }
-        return save(open_cache(current_run("`tracer.cache()`"), self._tree, modules, wanted))
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"`tracer.{name}` is not available inside a block. Saved values are bound to their "
-            "names when the `with` ends."
-        )

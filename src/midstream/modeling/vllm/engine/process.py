@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from midstream.interleaving import watchdog
 from midstream.modeling.vllm._bootstrap import follow
 from midstream.modeling.vllm.payloads.segments import discard, owner_id
 
@@ -21,7 +22,8 @@ REPORT = "MIDSTREAM_BUILD_REPORT"
 """Environment variable: the file where a process that fails to start writes the cause."""
 
 WAKE = signal.SIGCONT
-"""Signal that makes a waiting engine process see the signals it was sent before."""
+"""Signal that makes a waiting engine process see the signals it was sent before, and a waiting
+block that its time is up."""
 
 
 class Failure(msgspec.Struct):
@@ -49,7 +51,7 @@ def enter() -> None:
         return
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(WAKE, lambda number, frame: None)
+        watchdog.listen(WAKE)
     if not follow.last:
         follow.last.append(partial(discard, owner))
     follow.follow()

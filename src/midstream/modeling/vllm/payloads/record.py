@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -122,8 +123,16 @@ class BlockWarning:
             None,
             self.filename,
             self.lineno,
+            module=self._module(),
             registry=registry,
         )
+
+    def _module(self) -> str:
+        """What filters call the module: as Python derives it, but the main module by its name."""
+        main = sys.modules.get("__main__")
+        if getattr(main, "__file__", None) == self.filename:
+            return "__main__"
+        return self.filename.removesuffix(".py") or "<unknown>"
 
     def _instance(self) -> Warning:
         cls = find_class(self.category_module, self.category_name)
@@ -139,6 +148,18 @@ class Print:
 
     stream: Literal["stdout", "stderr"]
     text: str
+
+    def emit(self) -> None:
+        """Write to this process's stream; what its encoding lacks is shown as escapes."""
+        stream = getattr(sys, self.stream)
+        if stream is None:  # as in a program without a console
+            return
+        try:
+            stream.write(self.text)
+        except UnicodeEncodeError as error:
+            stream.write(
+                self.text.encode(error.encoding, "backslashreplace").decode(error.encoding)
+            )
 
 
 @dataclass

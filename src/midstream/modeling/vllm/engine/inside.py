@@ -1,0 +1,164 @@
+"""What `model` and `tracer` are inside a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from midstream.errors import UnsupportedError
+from midstream.interleaving.caches import Cache
+from midstream.interleaving.node import Tree
+from midstream.interleaving.recording import open_cache
+from midstream.interleaving.run import current_run
+from midstream.interleaving.steps import Steps
+from midstream.modeling.vllm.engine.refusals import refused
+from midstream.modeling.vllm.locations import EngineModel
+from midstream.tracing.saves import save
+
+Rename = Mapping[str, str | list[str]]
+"""Further names for modules, by path or last part of one."""
+
+
+class BlockModel(EngineModel):
+    """What `model` is inside a block.
+
+    Args:
+        root: the model vLLM loaded.
+        tokenizer: gives the checkpoint's tokenizer.
+        rename: further names for modules.
+    """
+
+    def __init__(self, root: torch.nn.Module, tokenizer: Callable[[], Any], rename: Rename | None):
+        super().__init__(root, rename)
+        self.tree.uncallable.update(dict.fromkeys(_with_attention(self.tree), _ATTENTION))
+        self._load_tokenizer = tokenizer
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer."""
+        return self._load_tokenizer()
+
+    @property
+    def stored(self) -> Mapping[str, Any]:
+        """What clients had put into the engine when this request began, by name."""
+        return current_run("`model.stored`").context  # type: ignore[no-any-return]
+
+    def trace(self, *args: Any, **settings: Any) -> NoReturn:
+        """Refuse: a block runs beside one request.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "A trace inside a trace is not supported. Save what the other trace needs, and trace "
+            "again after the `with`."
+        )
+
+    generate = refused("generate", "Generate before or after the `with`.")
+    put = refused("put", "Put it in before the request.")
+    session = refused("session", "Open it around the traces.")
+    edit = refused("edit", "Install the edit before the request.")
+    clear_edits = refused("clear_edits", "Clear edits before the request, or leave them out there.")
+
+
+_ATTENTION = (
+    "it contains attention or a state, which reads and writes the cache of all requests in the "
+    "step. Call the modules around it (norms, projections, the MLP), or edit its input"
+)
+
+
+def _with_attention(tree: Tree) -> list[str]:
+    """Paths of the modules that use the KV cache, or contain one that does."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    return [
+        path
+        for path, module in tree.modules.items()
+        if any(isinstance(inner, AttentionLayerBase) for inner in module.modules())
+    ]
+
+
+class BlockTracer:
+    """What `tracer` is inside a block. All blocks of the engine share it, so none may change it."""
+
+    def __init__(self, tree: Tree):
+        object.__setattr__(self, "_tree", tree)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"`tracer.{name}` cannot be assigned: the tracer has no state in a block. Use a "
+            "variable of the block."
+        )
+
+    @property
+    def iter(self) -> Steps:
+        """The request's steps: ``for step in tracer.iter[:3]``, see ``Steps``."""
+        return Steps(current_run("`tracer.iter`"))
+
+    def all(self) -> Iterator[int]:
+        """All steps from the one the block is in: ``for step in tracer.all()``."""
+        return self.iter[:]
+
+    def invoke(self, *args: Any, **settings: Any) -> NoReturn:
+        """Refuse: a block runs beside one request.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "`tracer.invoke()` inside a block is not supported: the block runs beside its own "
+            "request. Open the trace without a prompt to give it several invokes."
+        )
+
+    def stop(self) -> None:
+        """End this request here. What the block saved comes back; the rest of it does not run.
+
+        The finish reason is "stop", the stop reason "tracer.stop", whatever `ignore_eos` and
+        `min_tokens` say. The step's token counts only if the block had reached `model.samples`.
+        """
+        current_run("`tracer.stop()`").stop()
+
+    def cache(
+        self,
+        modules: Any = None,
+        device: torch.device | str | None = "cpu",
+        dtype: torch.dtype | None = None,
+        detach: bool = True,
+        include_output: bool = True,
+        include_inputs: bool = False,
+        non_blocking: bool = False,
+    ) -> Cache:
+        """Record modules from here to the end of the request, also after the block has ended.
+
+        Args:
+            modules: modules or their paths, one or several; all if left out.
+            device: where values are kept while the request runs; None leaves them where they are.
+                They come home on the CPU.
+            dtype: what floating-point values are converted to.
+            detach: has no effect: nothing in the engine records gradients.
+            include_output: record what the modules return, after all edits.
+            include_inputs: record what they are called with, after all edits.
+            non_blocking: copy to the CPU beside the forward, into page-locked memory.
+
+        Returns:
+            The cache, which is saved under the name it is bound to.
+
+        Raises:
+            ValueError: the block has read or written something already, or there is no such module.
+        """
+        sides = {"output": include_output, "input": include_inputs}
+        wanted = {
+            "sides": frozenset(side for side, included in sides.items() if included),
+            "device": None if device is None else torch.device(device),
+            "dtype": dtype,
+            "non_blocking": non_blocking,
+        }
+        return save(open_cache(current_run("`tracer.cache()`"), self._tree, modules, wanted))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"`tracer.{name}` is not available inside a block. Saved values are bound to their "
+            "names when the `with` ends."
+        )

@@ -1,0 +1,131 @@
+"""How much time and memory a block may take."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from midstream.errors import LimitExceededError
+from midstream.modeling.vllm.payloads import OnDevice
+
+GIB = 1 << 30
+_NUMBERS = frozenset((int, float, bool))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of every block of an engine.
+
+    Attributes:
+        block_timeout: seconds that a block may take in one step of its request, all its visits
+            together.
+        max_save_bytes: bytes that the saves of one request may have.
+        max_snapshot_bytes: bytes that the values which one request has read, and still holds, may
+            have.
+
+    Raises:
+        TypeError: one is no number.
+        ValueError: one is not above zero.
+    """
+
+    block_timeout: float = 30.0
+    max_save_bytes: int = 2 * GIB
+    max_snapshot_bytes: int = 2 * GIB
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not a number.")
+            if not value > 0:
+                raise ValueError(f"{name}={value!r}: expected a number above zero.")
+
+    @classmethod
+    def taken_from(cls, arguments: dict[str, Any]) -> Limits:
+        """Take the limits out of a model's arguments."""
+        return cls(**{name: arguments.pop(name) for name in NAMES if name in arguments})
+
+    def changed(self) -> dict[str, Any]:
+        """Those that are not the usual, as plain data."""
+        usual = Limits()
+        given = dataclasses.asdict(self)
+        return {name: value for name, value in given.items() if value != getattr(usual, name)}
+
+
+NAMES = tuple(field.name for field in dataclasses.fields(Limits))
+
+
+def check_saves(saves: Mapping[str, Any], limit: float) -> None:
+    """Refuse the saves of a request that are too large.
+
+    Raises:
+        LimitExceededError: naming the largest of them.
+    """
+    sizes = {name: size_of(value) for name, value in saves.items()}
+    total = sum(sizes.values())
+    if total <= limit:
+        return
+    largest = max(sizes, key=lambda name: sizes[name])
+    raise LimitExceededError(
+        f"The block saved {total} bytes, more than max_save_bytes={limit:.0f}; '{largest}' alone "
+        f"has {sizes[largest]}. Save less (some rows, a sum, `.half()`), or build the model with "
+        "a higher `max_save_bytes`."
+    )
+
+
+def size_of(value: Any) -> int:
+    """Bytes of the numbers and text in a value; each object counts once.
+
+    What holds them adds little and is not counted.
+    """
+    total, seen, found = 0, set(), [value]
+    while found:
+        item = found.pop()
+        size = _plain_size(item)
+        if size is not None:
+            total += size
+        elif id(item) not in seen:
+            seen.add(id(item))
+            size = _array_size(item)
+            total += size or 0
+            found += _parts(item) if size is None else ()
+    return total
+
+
+def _plain_size(item: Any) -> int | None:
+    if item is None or isinstance(item, bool | int | float):
+        return 8
+    return len(item) if isinstance(item, str | bytes | bytearray) else None
+
+
+def _array_size(item: Any) -> int | None:
+    if isinstance(item, torch.Tensor):
+        return item.numel() * item.element_size()
+    if isinstance(item, np.ndarray | np.generic):
+        return item.nbytes
+    if isinstance(item, list | tuple) and _NUMBERS.issuperset(map(type, item)):
+        return 8 * len(item)  # a list of millions of numbers is no rarity
+    return None
+
+
+def _parts(item: Any) -> list[Any]:
+    try:
+        return _found_in(item)
+    except Exception:  # noqa: BLE001  # a user's class; what cannot be read is refused when it is sent
+        return []
+
+
+def _found_in(item: Any) -> list[Any]:
+    if isinstance(item, dict):
+        return [*item.keys(), *item.values()]
+    if isinstance(item, list | tuple | set | frozenset):
+        return list(item)
+    if isinstance(item, OnDevice):
+        return [item.value]
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return [getattr(item, field.name, None) for field in dataclasses.fields(item)]
+    return []
