@@ -60,7 +60,8 @@ class Traced:
     def kept(self, index: int) -> dict[str, Any]:
         """A request's saved values by their names in its block."""
         ending = f"_{index}"
-        return {n.removesuffix(ending): v for n, v in self.saves.items() if n.endswith(ending)}
+        found = {n.removesuffix(ending): v for n, v in self.saves.items() if n.endswith(ending)}
+        return {n: v for n, v in found.items() if n not in "XVZ"}  # other names of saved values
 
 
 def _block(request: Request, index: int) -> Lines:
