@@ -24,6 +24,8 @@ class Linear(nn.Module):
 
     def forward(self, rows: Tensor) -> tuple[Tensor, None]:
         """``[rows, in]`` to ``[rows, out]``."""
+        if rows.shape[-1] != self.weight.shape[1] or rows.dtype != self.weight.dtype:
+            raise ValueError("width")
         return functional.linear(rows, self.weight), None
 
 

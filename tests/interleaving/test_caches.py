@@ -156,6 +156,14 @@ def test_a_cache_is_opened_before_anything_is_read() -> None:
         Requests(block).step(rows(3, 1))
 
 
+def test_a_list_of_modules_stands_for_those_in_it() -> None:
+    """No model calls a list of modules, so its modules are recorded."""
+    requests = Requests(lambda r: r.open(r.tree.root.layers))
+    requests.step(rows(3, 1))
+    assert requests.caches[0].keys() == ["layers.0", "layers.1", "layers.2"]
+    assert requests.tree.root.layers[0] in requests.caches[0]
+
+
 @pytest.mark.parametrize("bad", ["layers.7", "nothing", "layers.0.output"])
 def test_unknown_modules_are_refused(bad: str) -> None:
     """A path that is no module of the model names it."""

@@ -31,7 +31,7 @@ def main() -> int:
         print("DIFFERS", text)
     print(
         f"{sum(soak.kinds.values())} requests of {len(soak.kinds)} kinds in "
-        f"{time.monotonic() - began:.0f} s, {soak.counts.preempted} preemptions, "
+        f"{time.monotonic() - began:.0f} s, {soak.preempted} preemptions, "
         f"{soak.counts.pieces} prompts in pieces, {len(soak.differences)} differences"
     )
     return 1 if soak.differences else 0

@@ -56,18 +56,24 @@ def core(model: Any) -> Any:
 
 
 class Counts:
-    """What an engine did: preemptions, and prompts that were run in pieces."""
+    """What an engine did.
+
+    Attributes:
+        preempted: ids of the requests that were preempted, once for each time.
+        pieces: how many prompts were run in pieces.
+    """
 
     def __init__(self, model: Any):
-        self.preempted, self.pieces = 0, 0
+        self.preempted: list[str] = []
+        self.pieces = 0
         scheduler = core(model).scheduler
         self._preempt, self._schedule = scheduler._preempt_request, scheduler.schedule
         scheduler._preempt_request = self._preempting
         scheduler.schedule = self._scheduling
 
-    def _preempting(self, *args: Any, **kwargs: Any) -> Any:
-        self.preempted += 1
-        return self._preempt(*args, **kwargs)
+    def _preempting(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self.preempted.append(request.request_id)
+        return self._preempt(request, *args, **kwargs)
 
     def _scheduling(self, *args: Any, **kwargs: Any) -> Any:
         output = self._schedule(*args, **kwargs)

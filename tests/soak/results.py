@@ -21,11 +21,13 @@ class Result:
         ended: tokens, finish reason and stop reason of each sequence.
         error: first line of the error of each sequence's block.
         saves: values by name, of each sequence.
+        name: the request's id.
     """
 
     ended: list[tuple[Any, ...]]
     error: list[str | None]
     saves: list[dict[str, Any]]
+    name: str
 
 
 def result_of(outcome: Any) -> Result:
@@ -38,7 +40,8 @@ def result_of(outcome: Any) -> Result:
     errors = [
         record.error and f"{record.error.type_name}: {record.error.message}" for record in records
     ]
-    return Result(ended, errors, [record.saves for record in records])
+    saves = [record.saves for record in records]
+    return Result(ended, errors, saves, str(outcome.output.request_id))
 
 
 def difference(got: Result, right: Result) -> str | None:

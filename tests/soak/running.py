@@ -65,17 +65,19 @@ class Soak:
         model: the engine, with the edit "halve" installed for those who choose it.
         alone: results of runs alone, by draw; shared by engines of one checkpoint.
         differences: what went wrong, with the draw.
+        preempted: how many preemptions there were.
     """
 
     model: Any
     alone: dict[Draw, list[Result]] = field(default_factory=dict)
     differences: list[str] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
+    preempted: int = 0
 
     def __post_init__(self) -> None:
         self.counts = Counts(self.model)
         model = self.model
-        with model.edit(name="halve") as (tracer, edit):
+        with model.edit(name="halve") as (tracer, _):
             for _ in tracer.all():
                 hidden, residual = model.model.layers[1].output
                 hidden *= 0.5
@@ -98,14 +100,18 @@ class Soak:
         flat = [request for requests in captured for request in requests]
         for request in flat:  # without a choice, installed edits run beside every request
             request.settings.setdefault("edits", [])
+        self.counts.preempted.clear()
         outcomes = iter(self.model._submit(flat))
-        return [[result_of(next(outcomes)) for _ in requests] for requests in captured]
+        results = [[result_of(next(outcomes)) for _ in requests] for requests in captured]
+        self.preempted += len(self.counts.preempted)
+        return results
 
     def _compare(self, draw: Draw, results: list[Result]) -> None:
         for index, (got, right) in enumerate(zip(results, self.alone[draw], strict=True)):
             found = difference(got, right)
             if found:
-                self.differences.append(f"{draw} [{index}]: {found}")
+                times = sum(got.name in name for name in self.counts.preempted)
+                self.differences.append(f"{draw} [{index}], preempted {times} times: {found}")
 
     def _look_for_leftovers(self) -> None:
         left = self.model.vllm_entrypoint.collective_rpc("midstream_live")

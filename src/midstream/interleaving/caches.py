@@ -47,19 +47,20 @@ class Cache:
         return iter(self.visits)
 
     def __contains__(self, path: object) -> bool:
-        return isinstance(path, str) and self._find(path, self.visits.__contains__) is not None
+        wanted = _path_of(path)
+        return wanted is not None and self._find(wanted, self.visits.__contains__) is not None
 
     def __getitem__(self, path: Any) -> CachedModule:
         """The values of one module.
 
         Args:
-            path: its dotted path, or in the engine the module itself.
+            path: its dotted path, or the module itself.
 
         Raises:
             KeyError: it was not recorded.
         """
-        wanted = path if isinstance(path, str) else getattr(path, "path", None)
-        if not isinstance(wanted, str):
+        wanted = _path_of(path)
+        if wanted is None:
             raise TypeError(f"A cache is read by a module's path; got {type(path).__name__}.")
         found = self._find(wanted, self.visits.__contains__)
         if found is None:
@@ -171,6 +172,11 @@ class CachedModule:
 
     def __repr__(self) -> str:
         return f"CachedModule('{self._path or 'model'}')"
+
+
+def _path_of(module: Any) -> str | None:
+    path = module if isinstance(module, str) else getattr(module, "path", None)
+    return path if isinstance(path, str) else None
 
 
 def _one_or_all(values: list[Any]) -> Any:

@@ -27,6 +27,10 @@ class Rows:
     stop: int
 
 
+Wrote = Callable[[int, int, torch.Tensor, bool], None]
+"""Told of a write: which leaf, how many rows, the value, and whether it replaced the tensor."""
+
+
 class Event:
     """The live value of one location in one step.
 
@@ -109,17 +113,24 @@ class Event:
         """The value the model goes on with."""
         return self._build(self.leaves) if self._replaced else self._value
 
-    def serve(self, rows: Rows, snapshots: Snapshots) -> Served:
-        """The event as one request sees it; what it reads is counted in its ``snapshots``."""
-        return Served(self, rows, self._build, snapshots)
+    def serve(self, rows: Rows, snapshots: Snapshots, wrote: Wrote | None = None) -> Served:
+        """The event as one request sees it.
+
+        Args:
+            snapshots: what it reads is counted here.
+            wrote: called with what it writes.
+        """
+        return Served(self, rows, self._build, snapshots, wrote)
 
 
 class Served:
     """One event as one block sees it: its rows, and the way back for what it changes."""
 
-    def __init__(self, event: Event, rows: Rows, build: Any, snapshots: Snapshots):
+    def __init__(
+        self, event: Event, rows: Rows, build: Any, snapshots: Snapshots, wrote: Wrote | None
+    ):
         self._event, self._rows, self._build = event, rows, build
-        self._snapshots = snapshots
+        self._snapshots, self._wrote = snapshots, wrote
         self._mine: list[Any] | None = None
         self._versions: list[int] = []
         self._assigned: dict[int, torch.Tensor] = {}
@@ -192,7 +203,7 @@ class Served:
         live = self._event.live(index, self._rows)
         with counting_edits():
             own = new.detach().to(live.device, live.dtype, copy=True)
-        self._event.put(index, self._rows, own, replace=True)
+        self._put(index, own, replace=True)
         self._assigned[index] = own
         if self._mine is None:
             return
@@ -229,9 +240,13 @@ class Served:
         for index, mine in changed:
             self._versions[index] = self._refused[index] = mine._version
             self._refuse_shared(index, location.label(visit))
-            replace = index in self._assigned
-            self._event.put(index, self._rows, mine.detach(), replace=replace)
+            self._put(index, mine.detach(), replace=index in self._assigned)
             del self._refused[index]
+
+    def _put(self, index: int, value: torch.Tensor, *, replace: bool) -> None:
+        self._event.put(index, self._rows, value, replace=replace)
+        if self._wrote is not None:
+            self._wrote(index, self._rows.stop - self._rows.start, value, replace)
 
     def _refuse_new_items(self, location: Location, visit: int) -> None:
         own = {id(leaf) for leaf in self._mine or ()}

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,12 +20,11 @@ from midstream.errors import OutOfOrderError
 from midstream.interleaving.events import Event, Rows, Served
 from midstream.interleaving.indices import IndexCheck, Limit
 from midstream.interleaving.locations import ENGINE_ORDER, LOGITS, SAMPLES, Location
+from midstream.interleaving.recording import Recordings
+from midstream.interleaving.replays import Replay, Replays, place_of
 from midstream.interleaving.run import EXCHANGE, Run
 from midstream.interleaving.skips import SKIP, Skips
 from midstream.interleaving.source import Sources
-
-if TYPE_CHECKING:
-    from midstream.interleaving.recording import Recorder
 
 
 class Interleaver:
@@ -59,18 +59,23 @@ class Interleaver:
         self._replaced: dict[str, tuple[torch.nn.Module, Any]] = {}
         self._made: dict[str, tuple[Any, Callable[..., Any]]] = {}
         self._around: dict[Location, list[str]] = {}
-        self._recording: dict[str, list[tuple[Run, Recorder]]] = {}
+        self._recording = Recordings()
         self._paused = False
         self._sources = Sources(self)
         self._charting: str | None = None  # whose operations this call shows the order of
         self._observing = False  # whether every call is handed over, wanted or not
         self._current: Location | None = None
         self._in_turns = False  # whether a request has several blocks
+        self._replays, self._logged = Replays(), False
         self.in_forward = False
         self.in_step = False
 
-    def begin_step(self, runs: Sequence[Run]) -> None:
-        """Begin a step with these blocks active; they execute up to their first access in it."""
+    def begin_step(self, runs: Sequence[Run], replays: Sequence[Replay] = ()) -> None:
+        """Begin a step with these blocks active; they execute up to their first access in it.
+
+        Args:
+            replays: rows that are run anew, with what blocks once wrote there.
+        """
         self._position, self._current = -1, None
         self._passed.clear()
         self._sources.begin_step()
@@ -81,10 +86,17 @@ class Interleaver:
             run.interleaver = self
             if not run.started or (run.awaited is not None and run.awaited <= run.visit):
                 self._turn(run)
-            for recorder in run.recorders if run.records else ():
-                for path in recorder.paths:
-                    self._recording.setdefault(path, []).append((run, recorder))
+            if run.recorders and run.records:
+                self._recording.add(run)
+        for location in self._replays.begin(replays):
+            self._expect(location)
         self._learning = self._observing = self.wants_modules and not self._learned
+
+    def _expect(self, location: Location) -> None:
+        """Have a location handed over though no block waits for it."""
+        self._waiting.setdefault(location, [])
+        if location.within is not None:
+            self._sources.wanted.update(self._paths(location))
 
     @property
     def wants_modules(self) -> bool:
@@ -93,21 +105,33 @@ class Interleaver:
             location not in ENGINE_ORDER for location in self._waiting
         )
 
+    @property
+    def wanted_modules(self) -> Iterator[str]:
+        """What is waited for or recorded inside the forward, as users write it."""
+        for location in self._waiting:
+            if location not in ENGINE_ORDER:
+                yield location.name
+        yield from (Location(path, "output").name for path in self._recording)
+
     @contextmanager
-    def phase(self, rows: Mapping[Run, Rows], sizes: Sequence[int]) -> Iterator[None]:
+    def phase(
+        self, rows: Mapping[Run, Rows], sizes: Sequence[int], *, logged: bool = False
+    ) -> Iterator[None]:
         """A part of the step in which modules run: the forward, then the head.
 
         Args:
             rows: the rows of each active block's request.
             sizes: lengths along which a tensor counts as one row per request or token.
+            logged: whether what blocks write is kept, for the case that the rows are run anew.
         """
         self._rows, self._sizes, self.in_forward = rows, sizes, True
+        self._logged = logged
         try:
             for path in self._paths_to_replace():
                 self._replace(path)
             yield
         finally:
-            self.in_forward = False
+            self.in_forward = self._logged = False
             self._restore()
             EXCHANGE.give(None)
 
@@ -157,6 +181,8 @@ class Interleaver:
         """
         self._pass(location)
         runs = self._waiting.pop(location, None)
+        if location in self._replays:
+            value = self._replays.apply(location, value, self._event)
         if not runs:
             return value
         if rows is None:
@@ -173,6 +199,9 @@ class Interleaver:
                 self._serve(run, location, event, rows[run])
             value = event.result()
         return value
+
+    def _event(self, value: Any, spans: Sequence[Rows]) -> Event:
+        return Event(value, self._sizes, spans, None, self._sources.is_models)
 
     def enter(self, path: str, call: Any) -> Any:
         """Offer what a module is called with, ``(args, kwargs)``, to the blocks that wait.
@@ -200,13 +229,13 @@ class Interleaver:
 
     def _record(self, location: Location, value: Any) -> None:
         """Keep a value, as all blocks have left it, for those that record it."""
-        for run, recorder in self._recording[location.path]:
-            if self._skipping and self.skips.hidden_from([run], location, self._rows, self._order):
-                continue
-            try:
-                recorder.take(location, value, self._rows[run], self._sizes)
-            except Exception as error:  # noqa: BLE001  # no memory left is the block's error, never the engine's
-                run.fail(error)
+        runs = self._recording.runs(location.path)
+        hidden = (
+            self.skips.hidden_from(runs, location, self._rows, self._order)
+            if self._skipping
+            else ()
+        )
+        self._recording.keep(location, value, self._rows, self._sizes, hidden)
 
     def _seeing(self, location: Location, runs: list[Run], rows: Mapping[Run, Rows]) -> list[Run]:
         """Of the blocks that wait, those whose request does not skip what is around."""
@@ -217,7 +246,9 @@ class Interleaver:
 
     def _serve(self, run: Run, location: Location, event: Event, rows: Rows) -> None:
         """Give one block its rows, let it execute, and take back what it changed."""
-        served = event.serve(rows, run.snapshots)
+        log = run.log if self._logged else None
+        wrote = partial(log.add, place_of(location)) if log is not None else None
+        served = event.serve(rows, run.snapshots, wrote)
         run.served = {location: served}
         try:
             run.resume()
@@ -259,21 +290,40 @@ class Interleaver:
             )
         if self._skipping:
             self.skips.refuse_inner(run, location, self._order)
-        late = ""
-        if not self._has_passed(run, location):
+            if location.side == SKIP:  # it has been checked, see `check_skip`
+                return
+        index, late = ENGINE_ORDER.get(location, self._order.get(location)), ""
+        if index is None:  # wherever it is, it comes before what it is part of has ended
+            index = self._end_of(location.within) - 1
+        if location not in self._passed and index > self._position:
             if location.within is None:
                 return
             run.uses_source = True
             late = self._sources.check(location)
             if not late:
                 return
+        raise self._out_of_order(run, location, late)
+
+    def check_skip(self, run: Run, location: Location) -> None:
+        """Refuse to skip a module whose call has begun; being given its arguments is no part of it.
+
+        Raises:
+            OutOfOrderError: naming the location and where the block stands.
+        """
+        self._place_skip(location)
+        entry = Location(location.path, "input")
+        index = self._order.get(entry, ENGINE_ORDER[LOGITS] - 1)
+        if entry not in run.served and (entry in self._passed or index <= self._position):
+            raise self._out_of_order(run, location)
+
+    def _out_of_order(self, run: Run, location: Location, late: str = "") -> OutOfOrderError:
         text = f"'{location.label(run.visit)}' was requested but the model already ran past it"
         if run.marks is not None:
             text += (
                 f": the block had already been given '{run.marks.location.label(run.visit)}'. "
                 f"Move this access above line {run.marks.line}"
             )
-        raise OutOfOrderError(f"{text}.{late}")
+        return OutOfOrderError(f"{text}.{late}")
 
     def _end_of(self, owner: str | None) -> int:
         """Position at which a module or operation ends; None is the whole forward."""
@@ -285,17 +335,6 @@ class Interleaver:
             return -1
         index = self._order.get(leave)
         return self._end_of(outer) - 1 if index is None else index
-
-    def _has_passed(self, run: Run, location: Location) -> bool:
-        if location.side == SKIP:  # until the module's call, of which its arguments are the start
-            self._place_skip(location)
-            location = Location(location.path, "input")
-            if location in run.served:
-                return False
-        index = ENGINE_ORDER.get(location, self._order.get(location))
-        if index is None:  # wherever it is, it comes before what it is part of has ended
-            index = self._end_of(location.within) - 1
-        return location in self._passed or index <= self._position
 
     def _place_skip(self, location: Location) -> None:
         """Give a skip its place in the order: behind all that is in the module."""

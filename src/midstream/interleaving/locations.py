@@ -18,10 +18,14 @@ class Location(NamedTuple):
     side: str
     within: str | None = None
 
+    @property
+    def name(self) -> str:
+        """The location as users write it."""
+        return ".".join(part for part in ("model", self.path, self.side) if part)
+
     def label(self, visit: int) -> str:
         """The location as errors show it, with the visit counted from the block's start."""
-        parts = ["model", self.path, self.side, f"i{visit}"]
-        return ".".join(part for part in parts if part)
+        return f"{self.name}.i{visit}"
 
 
 LOGITS = Location("", "logits")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -286,6 +287,16 @@ class Tree:
     def modules(self) -> dict[str, torch.nn.Module]:
         """Modules by path, each once."""
         return {path: node._module for path, node in self.nodes.items()}
+
+    @cached_property
+    def other_names(self) -> dict[str, str]:
+        """Paths by which a module is reached that is at another: further names, second places."""
+        named = (
+            (f"{parent.path}.{name}".strip("."), node.path)
+            for parent in self.nodes.values()
+            for name, node in [*parent._aliases.items(), *parent._children.items()]
+        )
+        return {name: path for name, path in named if name != path}
 
     def find(self, module: torch.nn.Module) -> Node | None:
         """The node of a module, if it belongs to the tree."""

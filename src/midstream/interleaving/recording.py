@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,10 @@ from midstream.interleaving.events import Rows, counting_edits, cut, row_axis
 from midstream.interleaving.locations import Location
 from midstream.interleaving.node import Node, Tree
 from midstream.interleaving.snapshots import Snapshots
-from midstream.interleaving.structure import flatten
+from midstream.interleaving.structure import PLAIN, flatten
 
 if TYPE_CHECKING:
     from midstream.interleaving.run import Run
-
-_PLAIN = (type(None), bool, int, float, str)
 
 
 @dataclass(frozen=True)
@@ -68,37 +67,41 @@ def _paths(tree: Tree, modules: Any) -> list[str]:
     if modules is None:
         return list(tree.nodes)
     several = [modules] if isinstance(modules, str | Node) else list(modules)
-    return list(dict.fromkeys(_path(tree, module) for module in several))
+    nodes = [called for module in several for called in _called(_node(tree, module))]
+    return list(dict.fromkeys(node.path for node in nodes))
 
 
-def _path(tree: Tree, module: Any) -> str:
+def _called(node: Node) -> list[Node]:
+    """The node; in place of a list of modules, which no model calls, the modules in it."""
+    listed = isinstance(node._module, torch.nn.ModuleList | torch.nn.ModuleDict)
+    return [inner for child in node for inner in _called(child)] if listed else [node]
+
+
+def _node(tree: Tree, module: Any) -> Node:
     if isinstance(module, Node):
-        return module.path
+        return module
     if not isinstance(module, str):
         raise TypeError(
             "`tracer.cache(modules=...)` takes modules and their paths; "
             f"got {type(module).__name__}."
         )
     for path in (module, module.removeprefix("model.")):
-        try:
-            node = tree.root.get(path)
-        except (AttributeError, IndexError, KeyError):
-            continue
-        if isinstance(node, Node):
-            return node.path
+        node = _below(tree.root, path)
+        if node is not None:
+            return node
     raise ValueError(f"`tracer.cache()`: the model has no module '{module}'.")
+
+
+def _below(node: Node | None, path: str) -> Node | None:
+    for part in path.split("."):
+        node = node and (node._children.get(part) or node._aliases.get(part))
+    return node
 
 
 def _aliases(tree: Tree, paths: Iterable[str]) -> dict[str, str]:
     """Names, other than their own path, of the modules and of those around them."""
-    around = {".".join(parts[:n]) for parts in (p.split(".") for p in paths) for n in range(99)}
-    named = (
-        (f"{parent.path}.{name}".strip("."), node.path)
-        for parent in tree.nodes.values()
-        for name, node in [*parent._aliases.items(), *parent._children.items()]
-        if node.path in around
-    )
-    return {name: path for name, path in named if name != path}
+    around = {path[: at.start()] for path in paths for at in re.finditer(r"\.|$", path)}
+    return {name: path for name, path in tree.other_names.items() if path in around}
 
 
 class Recorder:
@@ -143,7 +146,7 @@ class Recorder:
 
     def _kept(self, leaf: Any, rows: Rows, sizes: Sequence[int]) -> Any:
         if not isinstance(leaf, torch.Tensor):
-            return leaf if isinstance(leaf, _PLAIN) else None
+            return leaf if isinstance(leaf, PLAIN) else None
         wanted = self._wanted
         own = cut(leaf, row_axis(leaf, sizes), rows.start, rows.stop).detach()
         beside = wanted.non_blocking and own.is_cuda
@@ -161,3 +164,39 @@ class Recorder:
         if self._pending:
             torch.cuda.synchronize()
             self._pending = False
+
+
+class Recordings(dict[str, list["tuple[Run, Recorder]"]]):
+    """The recorders of one step, by the path of the module."""
+
+    def add(self, run: Run) -> None:
+        """Take in what a block records."""
+        for recorder in run.recorders:
+            for path in recorder.paths:
+                self.setdefault(path, []).append((run, recorder))
+
+    def runs(self, path: str) -> list[Run]:
+        """The blocks that record a module."""
+        return [run for run, _ in self[path]]
+
+    def keep(
+        self,
+        location: Location,
+        value: Any,
+        rows: Mapping[Run, Rows],
+        sizes: Sequence[int],
+        hidden: Collection[Run] = (),
+    ) -> None:
+        """Let the recorders take a value.
+
+        Args:
+            rows, sizes: as in ``Interleaver.phase``.
+            hidden: blocks for whose request the module did not run.
+        """
+        for run, recorder in self[location.path]:
+            if run in hidden:
+                continue
+            try:
+                recorder.take(location, value, rows[run], sizes)
+            except Exception as error:  # noqa: BLE001  # no memory left is the block's error, never the engine's
+                run.fail(error)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from midstream.interleaving.events import Served
     from midstream.interleaving.interleaver import Interleaver
     from midstream.interleaving.recording import Recorder
+    from midstream.interleaving.replays import WriteLog
 
 
 EXCHANGE = Exchange()
@@ -101,6 +102,7 @@ class Run:
         turn: place among the blocks of its request, which are served one after the other.
         wanted: the location the block waits for; None while it executes or when it is done.
         awaited: the step the block waits for, if it does.
+        waits_for_result: whether the block waits for what the request ended with.
         closed: whether the request has ended, so that no further step comes.
         stopped: whether the block has asked for the request's end, and with it whether the step's
             token is to be kept.
@@ -110,6 +112,7 @@ class Run:
         uses_source: whether the block may ask for operations inside a forward.
         marks: where in the user's code the last value was asked for, for error texts.
         snapshots: the values it was given and still holds.
+        log: keeps what it writes, if its request may be run anew.
         clock: how long the engine's blocks have been executing.
         seconds: how long this one has, in this step.
         overrun: why it was interrupted, if it was.
@@ -124,6 +127,7 @@ class Run:
         seed: int = 0,
         clock: Clock | None = None,
         snapshots: Snapshots | None = None,
+        log: WriteLog | None = None,
     ):
         self._target = target
         self._greenlet = _BlockGreenlet(self._main)
@@ -139,6 +143,8 @@ class Run:
         self.served: dict[Location, Served] = {}
         self.error: BaseException | None = None
         self.awaited: int | None = None
+        self.waits_for_result = False
+        self._result: Any = None
         self.closed = False
         self.stopped: StopTrace | None = None
         self.output = Output()
@@ -147,6 +153,7 @@ class Run:
         self.uses_source = False
         self.marks: Mark | None = None
         self.snapshots = snapshots or Snapshots()
+        self.log = log
         self.clock = clock or Clock()
         self.seconds = 0.0
         self.overrun: LimitExceededError | None = None
@@ -266,11 +273,26 @@ class Run:
         except BaseException as error:  # noqa: BLE001  # a block may raise anything, and the engine lives on
             self.error = error
 
-    def close(self) -> None:
-        """Tell the block that its request has ended: loops over steps end, and the rest runs."""
+    def close(self, *, may_wait: bool = False) -> None:
+        """Tell the block that its request has ended: loops over steps end, and the rest runs.
+
+        Args:
+            may_wait: leave a block that then waits for the request's result to wait for it.
+        """
         self.closed = True
         if self.awaited is not None:
             self.resume()
+        if not (may_wait and self.waits_for_result):
+            self.kill()
+
+    def give_result(self, result: Any) -> None:
+        """Let a block that waits for the request's result have it, or an error in its place.
+
+        Args:
+            result: what the request ended with; an exception is raised at the block's line.
+        """
+        self.waits_for_result, self._result = False, result
+        self.resume(result if isinstance(result, BaseException) else None)
         self.kill()
 
     # Called from inside the block's greenlet.
@@ -295,6 +317,13 @@ class Run:
             self._park()
             self.awaited = None
         return not self.closed
+
+    def result(self) -> Any:
+        """What the request ended with. The block waits for it, and no step comes after it."""
+        if self._result is None:
+            self.waits_for_result = True
+            self._park()
+        return self._result
 
     def warn(self, message: str, category: type[Warning]) -> None:
         """Warn in the caller's process, with the user's line."""

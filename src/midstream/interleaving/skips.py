@@ -15,7 +15,7 @@ import torch
 from midstream.errors import NotInTraceError, OutOfOrderError
 from midstream.interleaving.events import Rows, row_axis
 from midstream.interleaving.locations import Location
-from midstream.interleaving.structure import describe, flatten, same_shape
+from midstream.interleaving.structure import PLAIN, describe, flatten, same_shape
 
 if TYPE_CHECKING:
     from midstream.interleaving.events import Served
@@ -35,7 +35,7 @@ def skip(run: Run, path: str, value: Any) -> None:
     location, interleaver = Location(path, SKIP), run.interleaver
     if interleaver is None:
         raise NotInTraceError(f"{location.label(run.visit)} was asked for outside a forward.")
-    interleaver.check(run, location)
+    interleaver.check_skip(run, location)
     interleaver.skips.values.setdefault(run, {})[path] = value
     try:
         _write(run.at(location), value, location.label(run.visit))
@@ -184,11 +184,20 @@ class _Form:
 
     @classmethod
     def of(cls, value: Any, sizes: Sequence[int]) -> _Form | None:
-        """The form of an output; None if a tensor in it has no rows, or if it has no tensor."""
+        """The form of an output; None if it cannot be made again for other rows.
+
+        It cannot if a tensor in it has no rows, or if it holds objects or is a container of a type
+        that only the model itself can make.
+        """
         leaves, build = flatten(value)
         axes = [row_axis(leaf, sizes) for leaf in leaves]
-        tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-        if not any(tensors) or any(t and a is None for t, a in zip(tensors, axes, strict=True)):
+        known = all(
+            axis is not None or isinstance(leaf, PLAIN)
+            for leaf, axis in zip(leaves, axes, strict=True)
+        )
+        if not known or all(axis is None for axis in axes):
+            return None
+        if len(leaves) > 1 and type(build(leaves)) is not type(value):
             return None
         described = [
             leaf if axis is None else _TensorForm(leaf, axis)

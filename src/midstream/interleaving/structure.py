@@ -9,6 +9,9 @@ import torch
 
 Leaves = list[Any]
 
+PLAIN = (type(None), bool, int, float, str)
+"""Leaves that are the same object or an equal one wherever they turn up."""
+
 
 def flatten(value: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
     """Take nested tuples, lists and dicts apart.

@@ -9,7 +9,6 @@ import torch
 
 from midstream.interleaving.node import Node, Tree
 
-
 _SIDES = ("output", "input", "inputs")  # of the model's root module
 
 

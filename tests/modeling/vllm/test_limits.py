@@ -193,6 +193,16 @@ def test_values_that_a_block_keeps(narrow: Any) -> None:
     assert 2 < len(tracer.result.outputs[0].token_ids) < 15
 
 
+def test_a_cache_counts(narrow: Any) -> None:
+    """What `tracer.cache` keeps is held by the block, also when the block itself has ended."""
+    with (
+        pytest.raises(InterventionError, match="max_snapshot_bytes=40000"),
+        narrow.trace(A, temperature=0.0, max_tokens=30, ignore_eos=True) as tracer,
+    ):
+        cache = tracer.cache(modules=list(narrow.model.layers)).save()
+    assert 2 < len(tracer.result.outputs[0].token_ids) < 30
+
+
 def test_a_block_may_let_go_and_go_on(narrow: Any) -> None:
     """The error is an ordinary one, raised where the value is read."""
     with narrow.trace(A, temperature=0.0, max_tokens=12, ignore_eos=True) as tracer:

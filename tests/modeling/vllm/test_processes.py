@@ -84,6 +84,38 @@ def test_abort_at_once(served: Program) -> None:
     assert (facts["result"], facts["live"]) == (None, 0)
 
 
+def test_results_in_blocks(served: Program) -> None:
+    """Each sequence's block is given its finished request, whenever and however it ended."""
+    facts = served.facts("results")
+    assert facts["found"] == facts["right"]
+    assert [reason for _, reason in facts["found"]] == ["length"] * 3 + ["stop"] * 3 + [
+        "length"
+    ] * 3
+    assert facts["live"] == 0
+
+
+def test_result_of_an_aborted_request(served: Program) -> None:
+    """A block that waits for the result of an aborted request is told so."""
+    facts = served.facts("result_of_an_aborted")
+    assert facts["text"].startswith("MidstreamError: The request was aborted")
+    assert (facts["shape"], facts["live"]) == ([5, 128], 0)
+
+
+def test_interrupted_for_a_result(served: Program) -> None:
+    """Ctrl-C ends the trace while its block waits for a result and while it goes on with it."""
+    facts = served.facts("result_interrupted")
+    assert (facts["while_waiting"], facts["while_it_runs"]) == (0, 0)
+    assert facts["right_after"]
+
+
+def test_a_cache_and_a_skip(served: Program) -> None:
+    """A cache comes home from another process with what a skip put in its place."""
+    facts = served.facts("recorded")
+    assert facts["keys"] == ["model.layers.1", "model.layers.2"]
+    assert facts["shapes"] == [[5, 128], [1, 128], [1, 128]]
+    assert facts["skipped"] == [True, False, False]
+
+
 def test_two_threads(served: Program) -> None:
     """Traces of two threads wait for each other, and both are right."""
     facts = served.facts("two_threads")

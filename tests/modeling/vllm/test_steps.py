@@ -187,20 +187,20 @@ def test_reading_backwards_in_a_loop_is_refused_at_once(llama: Any) -> None:
 def test_steps_without_a_waiting_block_are_vanilla(llama: Any) -> None:
     """While a block waits for a later step, the steps between run without it."""
     runner = llama.vllm_entrypoint.llm_engine.model_executor.driver_worker.worker.model_runner
-    active, gather = [], runner.blocks.active
+    active, gather = [], runner.blocks.enter_step
 
-    def counted(request_ids: Any) -> Any:
-        found = gather(request_ids)
-        active.append(len(found))
+    def counted(batch: Any) -> Any:
+        found = gather(batch)
+        active.append(len(found[0]))
         return found
 
-    runner.blocks.active = counted
+    runner.blocks.enter_step = counted
     try:
         with llama.trace(A, max_tokens=6, **GREEDY) as tracer:
             for _ in tracer.iter[3]:
                 logits = llama.logits.save()
     finally:
-        del runner.blocks.active
+        del runner.blocks.enter_step
     assert active == [1, 0, 0, 1, 0, 0]  # the block starts in step 0, and works in step 3
 
 

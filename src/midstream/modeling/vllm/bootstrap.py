@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from midstream.errors import EngineBuildError
+from midstream.errors import EngineBuildError, UnsupportedError
 from midstream.modeling.vllm._bootstrap import triton_cpu
 
 SUPPORTED = "0.32"
@@ -24,6 +24,14 @@ _BOOTSTRAP = Path(__file__).parent / "_bootstrap"
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _START = "VLLM_WORKER_MULTIPROC_METHOD"
 _PATIENCE = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
+_INVARIANT = "VLLM_BATCH_INVARIANT"
+_BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"  # vLLM turns it on for some models, with the former
+_DECIDED_AT_IMPORT = (  # vLLM's modules that look at it when they are imported, and not again
+    "vllm.lora.ops.triton_ops.utils",
+    "vllm.v1.attention.ops.triton_unified_attention",
+    "vllm.v1.attention.ops.triton_unified_attention_diffkv",
+)
+_in_this_process: list[bool] = []  # whether the engines in it are batch-invariant
 
 
 @dataclass(frozen=True)
@@ -105,10 +113,11 @@ def _ready() -> bool:
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables, and put back what was there.
 
-    `LD_PRELOAD` is put back too: vLLM sets it for its processes on a CPU, and it is of no use to
-    any other that this one starts.
+    What vLLM sets for its processes is put back too: it is of no use to others that this one
+    starts, or to another engine's.
     """
-    before = {name: os.environ.get(name) for name in ("LD_PRELOAD", *variables)}
+    of_vllm = ("LD_PRELOAD",) if in_process() else ("LD_PRELOAD", _BREAKABLE)
+    before = {name: os.environ.get(name) for name in (*of_vllm, *variables)}
     os.environ.update(variables)
     try:
         yield
@@ -128,18 +137,62 @@ def runner_variables(vllm: Installed) -> dict[str, str]:
     return {_RUNNER: "1"} if vllm.cpu and in_process() else {}
 
 
-def process_variables(vllm: Installed) -> dict[str, str]:
-    """What the engine's processes have to find in their environment when they start."""
+def process_variables(vllm: Installed, *, invariant: bool = False) -> dict[str, str]:
+    """What the engine's processes have to find in their environment when they start.
+
+    Args:
+        invariant: whether the engine is to use batch-invariant kernels.
+
+    Raises:
+        UnsupportedError: an engine in this process was built otherwise.
+    """
+    chosen = {_INVARIANT: "1"} if invariant else {}
     if in_process():
-        return runner_variables(vllm)
+        _fix(invariant or _is_set(_INVARIANT))
+        return {**runner_variables(vllm), **chosen}
     # a worker needs 3 s to end on a free machine; one that vLLM has to kill leaves shared memory
-    variables = {_PATIENCE: os.environ.get(_PATIENCE, "15")}
+    variables = {_PATIENCE: os.environ.get(_PATIENCE, "15"), **chosen}
     if vllm.cpu:
         path = os.environ.get("PYTHONPATH", "")
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_BOOTSTRAP), path]))
     elif _START not in os.environ and cuda_in_use():
         variables[_START] = "spawn"
+    if invariant and _decided_otherwise():  # a forked process would take that over
+        variables[_START] = "spawn"
     return variables
+
+
+def _fix(invariant: bool) -> None:
+    """Settle the kernels of this process: vLLM replaces PyTorch's operations, for good."""
+    if _in_this_process and _in_this_process[0] != invariant:
+        raise UnsupportedError(
+            f"batch_invariant={invariant} differs from what the first engine in this process was "
+            "built with, and the kernels of a process cannot be changed. Leave each engine in a "
+            "process of its own (VLLM_ENABLE_V1_MULTIPROCESSING unset), or start another program."
+        )
+    _in_this_process[:] = [invariant]
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "0").strip() not in ("0", "")
+
+
+def _decided_otherwise() -> bool:
+    loaded = [sys.modules[name] for name in _DECIDED_AT_IMPORT if name in sys.modules]
+    return not all(module.is_batch_invariant for module in loaded)
+
+
+def refuse_invariance(vllm: Installed) -> None:
+    """Refuse batch-invariant kernels where vLLM has none.
+
+    Raises:
+        UnsupportedError: on a CPU.
+    """
+    if vllm.cpu:
+        raise UnsupportedError(
+            "batch_invariant=True is not supported on a CPU: vLLM has batch-invariant kernels for "
+            "GPUs only. Leave it out."
+        )
 
 
 def cuda_in_use() -> bool:

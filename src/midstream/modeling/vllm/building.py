@@ -24,7 +24,14 @@ from midstream.modeling.vllm.engine import process
 register_after_fork(process, lambda module: module.enter())
 
 
-def build(repo: str, settings: dict[str, Any], vllm: bootstrap.Installed, owner: str) -> Any:
+def build(
+    repo: str,
+    settings: dict[str, Any],
+    vllm: bootstrap.Installed,
+    owner: str,
+    *,
+    invariant: bool = False,
+) -> Any:
     """Build an engine.
 
     Args:
@@ -32,12 +39,14 @@ def build(repo: str, settings: dict[str, Any], vllm: bootstrap.Installed, owner:
         settings: vLLM's engine arguments; completed in place.
         vllm: the installed vLLM.
         owner: names this engine's client to its processes.
+        invariant: whether it is to use batch-invariant kernels.
 
     Returns:
         vLLM's `LLM`.
 
     Raises:
         EngineBuildError: it did not come up; the text holds the root cause.
+        UnsupportedError: ``invariant`` differs from an earlier engine's in this process.
     """
     from vllm import LLM
 
@@ -48,7 +57,7 @@ def build(repo: str, settings: dict[str, Any], vllm: bootstrap.Installed, owner:
     settings["scheduler_cls"] = args.scheduler(settings.get("scheduler_cls"))
     with tempfile.TemporaryDirectory(prefix="midstream-") as folder:
         report = Path(folder) / "failures"
-        variables = bootstrap.process_variables(vllm)
+        variables = bootstrap.process_variables(vllm, invariant=invariant)
         variables[process.CLIENT] = owner
         variables[follow.PARENT] = str(os.getpid())
         if not bootstrap.in_process():

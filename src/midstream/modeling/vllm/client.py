@@ -6,8 +6,9 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,7 +20,9 @@ from midstream.modeling.vllm.building import build
 from midstream.modeling.vllm.ending import PATIENCE, Ending
 from midstream.modeling.vllm.interrupts import held
 from midstream.modeling.vllm.payloads import Record, unpack
-from midstream.modeling.vllm.payloads.segments import discard, owner_id, sweep
+from midstream.modeling.vllm.payloads.segments import discard, owner_id, remaining, sweep
+from midstream.modeling.vllm.results import Result, of_output, write
+from midstream.modeling.vllm.stats import Stats
 from midstream.modeling.vllm.wire import EDIT, KEY, RECORDS, Payload
 
 _TAGS = itertools.count()  # tell this process's engines apart
@@ -71,12 +74,20 @@ class Engine:
         repo: checkpoint folder or repository id.
         settings: vLLM's engine arguments.
         vllm: the installed vLLM.
+        invariant: whether it is to use batch-invariant kernels.
 
     Raises:
         EngineBuildError: the engine did not come up; the text holds the root cause.
     """
 
-    def __init__(self, repo: str, settings: Mapping[str, Any], vllm: bootstrap.Installed):
+    def __init__(
+        self,
+        repo: str,
+        settings: Mapping[str, Any],
+        vllm: bootstrap.Installed,
+        *,
+        invariant: bool = False,
+    ):
         self._vllm = vllm
         self._in_process = bootstrap.in_process()
         self._running = False
@@ -85,9 +96,10 @@ class Engine:
         self._outcomes: dict[str, Outcome] = {}
         self._sequences: dict[str, tuple[Outcome, int]] = {}
         self._closed: set[str] = set()
+        self._waiting: set[str] = set()
         self._owner = owner_id(tag=next(_TAGS))
         sweep()  # of clients that were killed
-        self.llm = build(repo, dict(settings), vllm, self._owner)
+        self.llm = build(repo, dict(settings), vllm, self._owner, invariant=invariant)
         self._core = self.llm.llm_engine
         self._ending = Ending(self._core.engine_core)
         processor = self._core.output_processor
@@ -103,6 +115,22 @@ class Engine:
         """The engine argument that sets it."""
         less = self._core.vllm_config.scheduler_config.max_num_scheduled_tokens
         return "max_num_batched_tokens" if less is None else "max_num_scheduled_tokens"
+
+    def stats(self) -> Stats:
+        """What the engine has done and what it holds.
+
+        Raises:
+            EngineDeadError: the engine's process has ended.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError as VLLMEngineDeadError
+
+        try:
+            ranks = self.llm.collective_rpc("midstream_stats")
+        except VLLMEngineDeadError as error:
+            raise EngineDeadError(
+                "The engine has ended; the next trace builds a new one."
+            ) from error
+        return Stats.of(ranks, len(remaining(self._owner)))
 
     def run(self, submissions: Sequence[Submission]) -> list[Outcome]:
         """Run requests with their blocks, until the last record is in.
@@ -121,6 +149,7 @@ class Engine:
             self._outcomes.clear()
             self._sequences.clear()
             self._closed.clear()
+            self._waiting.clear()
 
     @property
     def running(self) -> bool:
@@ -200,7 +229,11 @@ class Engine:
 
     def _until_closed(self) -> None:
         deadline = time.monotonic() + _PATIENCE
-        while not all(map(self._is_closed, self._sequences)):
+        while True:
+            if self._waiting:  # before a step: the engine may have none left to make
+                self._give_results()
+            if all(map(self._is_closed, self._sequences)):
+                return
             outputs = self._step()
             for output in outputs:
                 if output.finished and output.request_id in self._outcomes:
@@ -220,12 +253,39 @@ class Engine:
         return outcome.output is not None and found == outcome.expected
 
     def _step(self) -> Any:
-        """One step of the engine, which in this process must not be left halfway."""
+        """One step of the engine."""
+        return self._undisturbed(self._core.step)
+
+    def _give_results(self) -> None:
+        """Send the blocks that wait for it what their requests ended with; theirs come back.
+
+        VLLM's output of a request is in before its block is known to wait. Where there is none
+        though none of its sequences runs any more, the request was aborted.
+        """
+        ended = self._closed | self._waiting
+        running = {id(outcome) for i, (outcome, _) in self._sequences.items() if i not in ended}
+        found: dict[str, Result | None] = {}
+        for i in sorted(self._waiting):
+            outcome, index = self._sequences[i]
+            if outcome.output is not None:
+                found[i] = of_output(outcome.output, index)
+            elif id(outcome) not in running:
+                found[i] = None
+        if not found:
+            return
+        call = partial(self._core.collective_rpc, "midstream_finish", args=(write(found),))
+        for records in self._undisturbed(call):
+            self._take_records(records)
+        self._closed.update(found)
+        self._waiting.difference_update(found)
+
+    def _undisturbed(self, call: Callable[[], Any]) -> Any:
+        """Have the engine do something, which in this process must not be left halfway."""
         if not self._in_process:
-            return self._core.step()
+            return call()
         with held():
             try:
-                return self._core.step()
+                return call()
             except BaseException:
                 self.broken = True
                 raise
@@ -244,8 +304,13 @@ class Engine:
         return without_records
 
     def _take(self, message: dict[str, Any]) -> None:
-        self._closed.update(message["closed"])
-        for record in unpack(message["records"]) if message["records"] else ():
+        waiting = self._sequences.keys() & message["waiting"]
+        self._waiting.update(waiting)
+        self._closed.update(i for i in message["closed"] if i not in waiting)
+        self._take_records(message["records"])
+
+    def _take_records(self, records: bytes) -> None:
+        for record in unpack(records) if records else ():
             if record.request_id in self._sequences:
                 outcome, index = self._sequences[record.request_id]
                 if EDIT in record.extra:

@@ -27,6 +27,8 @@ class Limits:
         max_save_bytes: bytes that the saves of one request may have.
         max_snapshot_bytes: bytes that the values which one request has read, and still holds, may
             have.
+        max_write_log_bytes: bytes that are kept of what one request's block wrote, to write it
+            again if the request is preempted. One that wrote more fails if it is preempted.
 
     Raises:
         TypeError: one is no number.
@@ -36,6 +38,7 @@ class Limits:
     block_timeout: float = 30.0
     max_save_bytes: int = 2 * GIB
     max_snapshot_bytes: int = 2 * GIB
+    max_write_log_bytes: int = GIB // 4
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():

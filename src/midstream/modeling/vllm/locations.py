@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
+from midstream.errors import UnsupportedError
 from midstream.interleaving.locations import LOGITS, SAMPLES, Location
 from midstream.interleaving.run import current_run
 from midstream.modeling.base import Model
+from midstream.modeling.vllm.unsupported import SCAN
 
 
 class EngineModel(Model):
@@ -29,6 +31,14 @@ class EngineModel(Model):
     @samples.setter
     def samples(self, value: Any) -> None:
         _write(SAMPLES, value)
+
+    def scan(self, *args: Any, **settings: Any) -> NoReturn:
+        """Refuse, and say what to write instead.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(SCAN)
 
 
 def _read(location: Location) -> Any:

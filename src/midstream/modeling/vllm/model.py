@@ -22,6 +22,7 @@ from midstream.modeling.vllm.limits import NAMES as LIMITS
 from midstream.modeling.vllm.limits import Limits
 from midstream.modeling.vllm.locations import EngineModel
 from midstream.modeling.vllm.session import Session, Sessions
+from midstream.modeling.vllm.stats import Stats
 from midstream.modeling.vllm.stored import Stored, Storing, no_objects
 from midstream.modeling.vllm.tokenizers import tokenizer_of
 from midstream.modeling.vllm.tracer import Tracer
@@ -44,6 +45,8 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
         dispatch: build the engine now.
         rename: further names for modules: path ("model.layers") or last part of one ("layers") to
             a name or a list of names.
+        batch_invariant: ask vLLM for kernels whose results do not depend on what else is in the
+            batch; on some GPUs only, and slower.
         block_timeout, max_save_bytes, max_snapshot_bytes: what a block may take, see
             ``limits.Limits``; a request that goes over one fails, others go on.
         engine: vLLM's own engine arguments (`dtype`, `max_model_len`, `gpu_memory_utilization`...).
@@ -68,6 +71,7 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
         taps: Sequence[str] = (),
         dispatch: bool = False,
         rename: Mapping[str, str | list[str]] | None = None,
+        batch_invariant: bool = False,
         **engine: Any,
     ):
         self.repo = str(repo)
@@ -77,6 +81,9 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
         self._edits, self._stored = EditRegistry(self), no_objects()
         self._vllm = bootstrap.installed()
         bootstrap.refuse_old_runner()
+        if batch_invariant:
+            bootstrap.refuse_invariance(self._vllm)
+        self._invariant = bool(batch_invariant)
         if dispatch:
             refuse_reimport()  # before what takes long
         args.check_mode(mode)
@@ -120,7 +127,17 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
         """
         with self._lock:
             if self._engine is None:
-                self._engine = Engine(self.repo, self._settings, self._vllm)
+                self._engine = Engine(
+                    self.repo, self._settings, self._vllm, invariant=self._invariant
+                )
+
+    def stats(self) -> Stats:
+        """What the engine has done since it was built, and what it holds; cheap to ask.
+
+        Without an engine all is zero. Waits for a trace that another thread runs.
+        """
+        with self._lock:
+            return self._engine.stats() if self._engine is not None else Stats()
 
     def close(self) -> None:
         """End the engine's processes and free its memory. The next trace builds a new engine.
@@ -321,5 +338,5 @@ def _check_engine_arguments(engine: Mapping[str, Any]) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
-    ours = ("dispatch", "mode", "rename", "taps", *LIMITS)
+    ours = ("batch_invariant", "dispatch", "mode", "rename", "taps", *LIMITS)
     args.check_known(engine, known, "an argument of vLLM's engine", ours)

@@ -21,6 +21,7 @@ from midstream.modeling.vllm.failures import report
 from midstream.modeling.vllm.invoke import Invoke
 from midstream.modeling.vllm.merging import merge
 from midstream.modeling.vllm.outputs import attach_edits, edit_records
+from midstream.modeling.vllm.unsupported import BARRIER
 from midstream.tracing import Block, Capture, Execution, bind, forget_skip
 from midstream.tracing.shipping import dumps
 
@@ -196,6 +197,14 @@ class Tracer:
     def cache(self, *args: Any, **keywords: Any) -> Cache:
         """Record modules, inside the block."""
         raise NotInTraceError("`tracer.cache()` exists only inside the block.")
+
+    def barrier(self, *args: Any) -> NoReturn:
+        """Refuse, and say what to write instead.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(BARRIER)
 
     def stop(self) -> NoReturn:
         """End the request, inside the block."""

@@ -10,12 +10,14 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from midstream import VLLM
 from midstream.errors import EngineBuildError, EngineDeadError
@@ -30,6 +32,7 @@ def main(folder: Path) -> None:
     model = failed_build(folder)
     for scene in (
         ended_by_length, ended_by_eos, ended_by_stop_string, aborted, aborted_before_scheduled,
+        results_asked_for, result_of_an_aborted, result_interrupted, recorded,
         two_threads, too_long, interrupted, ended_by_exit, core_killed, generating,
     ):  # fmt: skip
         scene(model)
@@ -97,6 +100,66 @@ def aborted_before_scheduled(model: Any) -> None:
             read = model.logits.save()
         facts["result"] = tracer.result
         facts["live"] = live_blocks(model)
+
+
+def results_asked_for(model: Any) -> None:
+    """Requests that end at different steps, by different reasons, three times three sequences."""
+    with reported("results") as facts:
+        with model.trace(ignore_eos=True, n=3, temperature=1.0, seed=1) as tracer:
+            for steps in (2, 6, 4):
+                with tracer.invoke(A, max_tokens=steps, stop=["t77"]):
+                    if steps == 6:
+                        model.logits[:] = -float("inf")
+                        model.logits[0, 77] = 0
+                    texts = [tracer.result.text, tracer.result.finish_reason].save()
+        facts["found"] = texts
+        facts["right"] = [[c.text, c.finish_reason] for r in tracer.result for c in r.outputs]
+        facts["live"] = live_blocks(model)
+
+
+def result_of_an_aborted(model: Any) -> None:
+    with reported("result_of_an_aborted") as facts:
+        abort_after(model, 3)
+        try:
+            with model.trace(A, max_tokens=500, ignore_eos=True, **GREEDY) as tracer:
+                read = model.model.layers[1].output[0].save()
+                result = tracer.result.save()
+        except RuntimeError as error:
+            facts["text"] = str(error)
+        facts["shape"], facts["live"] = list(read.shape), live_blocks(model)
+
+
+def result_interrupted(model: Any) -> None:
+    """Ctrl-C while the block waits for its result, and one while it has it."""
+    with reported("result_interrupted") as facts:
+        interrupt_after(1.0)
+        try:
+            with model.trace(A, max_tokens=450, ignore_eos=True, **GREEDY) as tracer:
+                result = tracer.result.save()
+        except KeyboardInterrupt:
+            facts["while_waiting"] = live_blocks(model)
+        interrupt_after(1.0)
+        try:
+            with model.trace(A, max_tokens=1, ignore_eos=True, **GREEDY) as tracer:
+                result = tracer.result.save()
+                time.sleep(2.0)
+        except KeyboardInterrupt:
+            facts["while_it_runs"] = live_blocks(model)
+        facts["right_after"] = len(tokens(model)) == 4
+
+
+def interrupt_after(seconds: float) -> None:
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def recorded(model: Any) -> None:
+    with reported("recorded") as facts:
+        with model.trace(A, max_tokens=3, ignore_eos=True, **GREEDY) as tracer:
+            cache = tracer.cache(model.model.layers[1:3])
+            model.model.layers[2].skip((torch.ones(len(A), 128), torch.ones(len(A), 128)))
+        facts["keys"] = cache.keys()
+        facts["shapes"] = [list(hidden.shape) for hidden, _ in cache.model.layers[1].output]
+        facts["skipped"] = [bool((h == 1).all()) for h, _ in cache["model.layers.2"].output]
 
 
 def note(facts: dict[str, Any], tracer: Any, read: Any) -> None:

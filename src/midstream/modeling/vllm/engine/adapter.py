@@ -22,10 +22,12 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from midstream.errors import MidstreamError
 from midstream.interleaving.events import Rows
 from midstream.interleaving.locations import LOGITS, SAMPLES
+from midstream.interleaving.replays import Replay
 from midstream.interleaving.run import Run
-from midstream.modeling.vllm.engine.host import BlockHost
+from midstream.modeling.vllm.engine.host import BlockHost, Progress
 from midstream.modeling.vllm.engine.indices import index_limit
 from midstream.modeling.vllm.engine.kernels import EagerKernels
+from midstream.modeling.vllm.engine.statistics import Statistics
 from midstream.modeling.vllm.limits import Limits
 from midstream.modeling.vllm.payloads import Record, pack
 from midstream.modeling.vllm.tokenizers import tokenizer_of
@@ -47,6 +49,7 @@ class BlockRunner:
     device: torch.device
 
     blocks: BlockHost
+    statistics: Statistics
     client: str
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -64,8 +67,10 @@ class BlockRunner:
             limits=Limits(**ours.get("limits", {})),
             step_timeout=_SHARE * envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
         )
+        self.statistics = Statistics()
         self._kernels = EagerKernels(self.model, self.vllm_config)
         self._active: dict[str, list[Run]] = {}
+        self._replays: dict[str, list[Replay]] = {}
         self._eager = False
         self._runs_ahead = bool(self.vllm_config.scheduler_config.async_scheduling)
         self._rows: dict[Run, Rows] = {}
@@ -109,7 +114,7 @@ class BlockRunner:
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step's forward."""
-        self._active, self._eager = {}, False
+        self._active, self._replays, self._eager = {}, {}, False
         self.blocks.clock.begin_step()
         try:
             output = super().execute_model(*args, **kwargs)  # type: ignore[misc]
@@ -141,11 +146,13 @@ class BlockRunner:
             scheduler_output, dummy_run
         )
         if not dummy_run:
-            self._active = self.blocks.active(_drawing(gathered[0]))
+            self._active, self._replays = self.blocks.enter_step(_progress(gathered[0]))
             if self._active and self._runs_ahead:
                 self._leave_ended_requests(gathered[0])
-        if self._active:
+        if self._active or self._replays:
             self._begin_step(gathered[0])
+        if not dummy_run:
+            self.statistics.count(self.blocks.interleaver.wanted_modules if self._eager else ())
         return gathered
 
     def _leave_ended_requests(self, batch: Any) -> None:
@@ -179,7 +186,10 @@ class BlockRunner:
                 if not run.visit:
                     run.fail(_split(int(seen)))
         interleaver = self.blocks.interleaver
-        interleaver.begin_step([run for runs in self._active.values() for run in runs])
+        runs = [run for runs in self._active.values() for run in runs]
+        interleaver.begin_step(
+            runs, [replay for found in self._replays.values() for replay in found]
+        )
         self._eager = interleaver.wants_modules
         if self._eager:
             self.model.forward = self._with_blocks(self.model.forward)
@@ -187,7 +197,7 @@ class BlockRunner:
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare the batch; from here on each request's rows are known."""
         batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
-        if self._active:
+        if self._active or self._replays:
             self._find_rows(batch)
         return batch
 
@@ -196,13 +206,13 @@ class BlockRunner:
         starts = batch.query_start_loc_np
         self._rows = {}
         for index, request_id in enumerate(batch.req_ids):
-            runs = self._active.get(request_id)
-            if runs is None:
-                continue
             start, stop = int(starts[index]), int(starts[index + 1])
-            # after a preemption earlier tokens are run again, for nobody to see
-            rows = Rows(stop - 1 if runs[0].visit else start, stop)
-            self._rows.update(dict.fromkeys(runs, rows))
+            for replay in self._replays.get(request_id, ()):
+                replay.start = start
+            runs = self._active.get(request_id, ())
+            for run in runs:
+                # after a preemption earlier tokens are run again, for nobody to see
+                self._rows[run] = Rows(stop - 1 if run.visit else start, stop)
         self._sizes = (batch.num_tokens, batch.num_tokens_after_padding)
 
     def _with_blocks(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,9 +221,12 @@ class BlockRunner:
         def traced(*args: Any, **kwargs: Any) -> Any:
             get_forward_context().skip_compiled = True  # read when a compiled module is called
             interleaver = self.blocks.interleaver
-            with interleaver.phase(self._rows, self._sizes), self._kernels():
+            with interleaver.phase(self._rows, self._sizes, logged=True), self._kernels():
                 args, kwargs = interleaver.enter("", (args, kwargs))
-                return interleaver.leave("", interleaver.call("", forward, args, kwargs))
+                value = interleaver.leave("", interleaver.call("", forward, args, kwargs))
+            if not self._active:  # nothing more comes in a step that only runs rows anew
+                interleaver.finish_step(learned=False)
+            return value
 
         traced.__dict__["__wrapped__"] = forward  # for who looks for the forward's source
         return traced
@@ -297,16 +310,21 @@ class BlockRunner:
     def _attach(self, output: Any) -> None:
         closed, self._closed = self._closed, []
         records = pack(closed, owner=self.client) if closed else b""
-        ended = self.blocks.ended()
-        if records or ended:
-            setattr(output, KEY, (records, ended))
+        ended, waiting = self.blocks.ended(), self.blocks.waiting()
+        if records or ended or waiting:
+            setattr(output, KEY, (records, ended, waiting))
 
 
-def _drawing(batch: Any) -> list[str]:
-    """Requests whose token the step draws: their prompt ends in it, or they are past it."""
-    reached = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
-    ends = zip(batch.req_ids, reached, batch.prefill_len_np, strict=True)
-    return [request_id for request_id, seen, whole in ends if seen >= whole]
+def _progress(batch: Any) -> Iterator[Progress]:
+    """How far each request is. What was drawn before a preemption counts as prompt after it."""
+    for request_id, before, count, whole in zip(
+        batch.req_ids,
+        batch.num_computed_prefill_tokens_np,
+        batch.num_scheduled_tokens,
+        batch.prefill_len_np,
+        strict=True,
+    ):
+        yield Progress(request_id, int(before), int(before + count), int(whole))
 
 
 def _split(seen: int) -> MidstreamError:

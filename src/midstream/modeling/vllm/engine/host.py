@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -13,17 +14,20 @@ import torch
 from midstream.errors import LimitExceededError, MidstreamError
 from midstream.interleaving.indices import Limit
 from midstream.interleaving.interleaver import Interleaver
-from midstream.interleaving.node import Tree
 from midstream.interleaving.printing import Notice
+from midstream.interleaving.replays import Replay, WriteLog
 from midstream.interleaving.run import Run
 from midstream.interleaving.snapshots import Snapshots
 from midstream.interleaving.source import find_source
 from midstream.interleaving.watchdog import Clock
 from midstream.modeling.vllm.engine.edits import InstalledEdit, InstalledEdits
 from midstream.modeling.vllm.engine.inside import BlockModel, BlockTracer, Rename
+from midstream.modeling.vllm.engine.layers import containing
 from midstream.modeling.vllm.engine.stored import Store
 from midstream.modeling.vllm.limits import Limits, check_saves
 from midstream.modeling.vllm.payloads import BlockError, BlockWarning, Print, Record
+from midstream.modeling.vllm.results import Result
+from midstream.modeling.vllm.unsupported import gradients
 from midstream.modeling.vllm.wire import (
     EDIT,
     FAILED,
@@ -39,6 +43,25 @@ from midstream.modeling.vllm.wire import (
 )
 from midstream.tracing import Block, Execution, user_traceback
 from midstream.tracing.shipping import loads
+
+
+class Progress(NamedTuple):
+    """The part of a request that a step runs.
+
+    Attributes:
+        first, stop: positions it runs, as long as they are in the prompt.
+        whole: tokens of the prompt; after a preemption, with what had been drawn.
+    """
+
+    request_id: str
+    first: int
+    stop: int
+    whole: int
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether it runs anything that was known before."""
+        return self.first < self.whole
 
 
 class Admitted:
@@ -73,6 +96,7 @@ class Admitted:
             seed=zlib.crc32(payload.block),
             clock=host.clock,
             snapshots=Snapshots(host.limits.max_snapshot_bytes),
+            log=WriteLog(host.limits.max_write_log_bytes),
         )
         self.run.uses_source = b"source" in payload.block
         self.run.context = host.stored.objects
@@ -82,6 +106,8 @@ class Admitted:
         self.reported = False
         self.recorded = False
         self._steps = 0
+        self._prompt: int | None = None
+        self._broken = False
 
     def _execute(self) -> None:
         stored = self.run.context
@@ -91,16 +117,51 @@ class Admitted:
             if name in execution.namespace:
                 execution.scope.mark(execution.namespace[name], name)
         self._execution = execution
-        execution.run()
+        try:
+            execution.run()
+        except RuntimeError as error:
+            refused = gradients(error)
+            if refused is None:
+                raise
+            raise refused from None
 
-    def entering(self) -> list[Run]:
-        """Count a step of the request; its runs that have something to do in it, in their turn."""
-        return [block.run for block in self.blocks if block._enters_step()]
+    def entering(self, progress: Progress) -> list[Run]:
+        """Its runs that have something to do in a step of the request, in their turn."""
+        if self._prompt is None:
+            self._prompt = progress.whole
+        step = progress.whole - self._prompt if progress.in_prompt else self._steps
+        if progress.stop < progress.whole or step < self._steps:
+            return []  # not at the end of what is to be run, or in a step that was taken back
+        self._steps = step + 1
+        return [block.run for block in self.blocks if block._enters_step(step, self._prompt)]
 
-    def _enters_step(self) -> bool:
-        self.run.visit, self._steps = self._steps, self._steps + 1
+    def replays(self, progress: Progress) -> list[Replay]:
+        """What its blocks wrote in rows that a step runs anew."""
+        if not (progress.in_prompt and self._steps):
+            return []
+        found = []
+        for block in self.blocks:
+            log, failed = block.run.log, partial(self._break, block)
+            if log is not None and log.full:
+                failed(_log_is_full(log))
+            elif log:
+                found.append(Replay(log, progress.first, progress.stop, failed))
+        return found
+
+    def _break(self, block: Admitted, error: Exception) -> None:
+        """End the request: its cache would not hold what a block of it has written."""
+        if block.run.done:
+            block.run.error = block.run.error or error
+        else:
+            block.run.fail(error)
+        block.recorded, self._broken = False, True
+
+    def _enters_step(self, step: int, prompt: int) -> bool:
+        self.run.visit = step
+        if self.run.log is not None:
+            self.run.log.first = prompt - 1 + step if step else 0
         self.run.begin_step()
-        if self.run.records:
+        if self.run.recorders and self.run.records:
             return True
         if self.run.done:
             return False
@@ -113,10 +174,21 @@ class Admitted:
         """Whether nothing more comes: the block has ended, and no cache of it goes on."""
         return self.run.done and not self.run.recorders
 
+    def waits(self) -> bool:
+        """Close the blocks; whether the request's own then waits for its result."""
+        for block in self.blocks:
+            if not block.run.done:
+                block.run.begin_step()
+            block.run.close(may_wait=block is self)
+        return self.run.waits_for_result
+
+    def give_result(self, result: Any) -> None:
+        """Let the request's own block, which waits for it, have the result."""
+        self.run.begin_step()
+        self.run.give_result(MidstreamError(_ABORTED) if result is None else result)
+
     def record(self) -> Record:
-        """What the request sends home, once: when its block is done or it closes."""
-        if not self.run.done:
-            self.run.begin_step()
+        """What a block sends home, once: when it is done or its request closes."""
         self.run.close()
         for recorder in self.run.recorders:
             recorder.settle()
@@ -135,12 +207,18 @@ class Admitted:
             extra={EDIT: self._edit.id} if self._edit is not None else {},
         )
 
+    def unsent(self) -> list[Record]:
+        """Records of its blocks that have not been sent, those of edits first."""
+        return [block.record() for block in self.blocks if not block.recorded]
+
     def _saves(self) -> dict[str, Any]:
         execution, self._execution = self._execution, None
         return execution.saves() if execution is not None else {}
 
     def how_ended(self) -> str:
         """How a block has ended the request; an edit that failed lets it go on."""
+        if self._broken:
+            return FAILED
         for edit in self._edits:
             if edit.run.stopped is not None:
                 return _how_ended(edit.run)
@@ -191,10 +269,12 @@ class BlockHost:
         self.clock = Clock(self.limits.block_timeout, step_timeout)
         self.model = BlockModel(root, tokenizer, rename)
         self.tracer = BlockTracer(self.model.tree)
-        always = _containing(self.model.tree, {id(layer) for layer in stateful})
+        always = containing(self.model.tree, {id(layer) for layer in stateful})
         self.interleaver = Interleaver(self.model.tree.modules, limit, always)
         self.edits, self.stored = InstalledEdits(), Store()
         self._admitted: dict[str, Admitted] = {}
+        self._parked: dict[str, Admitted] = {}
+        self._to_tell: list[str] = []
 
     def admit(self, request_id: str, sampling: Any) -> None:
         """Take in a request; one that returns after a preemption keeps its block.
@@ -216,19 +296,29 @@ class BlockHost:
         """Token ids that end a request: end of sequence, unless ignored, and its stop tokens."""
         return self._admitted[request_id].ending_ids
 
-    def active(self, request_ids: Iterable[str]) -> dict[str, list[Run]]:
-        """Runs, by request, of those blocks that have something to do in the step that begins.
-
-        A request that runs edits has several, in the order in which they take turns.
+    def enter_step(
+        self, batch: Iterable[Progress]
+    ) -> tuple[dict[str, list[Run]], dict[str, list[Replay]]]:
+        """What there is to do in the step that begins, by request.
 
         Args:
-            request_ids: the requests of the step; called once for each step.
+            batch: the requests of the step; called once for each step.
+
+        Returns:
+            The runs of blocks that have something to do in it (a request that runs edits has
+            several, in the order in which they take turns), and what is to be written again.
         """
-        if not self._admitted:
-            return {}
-        found = ((i, self._admitted.get(i)) for i in request_ids)
-        entering = ((i, a.entering()) for i, a in found if a is not None)
-        return {i: runs for i, runs in entering if runs}
+        active: dict[str, list[Run]] = {}
+        replays: dict[str, list[Replay]] = {}
+        for progress in batch if self._admitted else ():
+            admitted = self._admitted.get(progress.request_id)
+            if admitted is None:
+                continue
+            if again := admitted.replays(progress):
+                replays[progress.request_id] = again
+            if runs := admitted.entering(progress):
+                active[progress.request_id] = runs
+        return active, replays
 
     def ended(self) -> list[tuple[str, str]]:
         """Requests that their block has ended since the last call, and how (see ``wire``)."""
@@ -251,22 +341,57 @@ class BlockHost:
 
         Returns:
             The records that have not been sent, in the order of the requests' ids, of one request
-            those of edits first.
+            those of edits first. A request whose block waits for its result has none yet; see
+            ``waiting`` and ``finish``.
         """
         if not self._admitted:
             return []
         closed = [self._admitted.pop(i) for i in sorted(request_ids) if i in self._admitted]
-        blocks = (block for admitted in closed for block in admitted.blocks)
-        return [block.record() for block in blocks if not block.recorded]
+        records: list[Record] = []
+        for admitted in closed:
+            if admitted.waits():
+                self._parked[admitted.request_id] = admitted
+                self._to_tell.append(admitted.request_id)
+            else:
+                records += admitted.unsent()
+        return records
+
+    def waiting(self) -> list[str]:
+        """Closed requests whose blocks have begun to wait for a result since the last call."""
+        found, self._to_tell = self._to_tell, []
+        return found
+
+    def finish(self, results: Mapping[str, Result | None]) -> list[Record]:
+        """End blocks that wait for their requests' results.
+
+        Args:
+            results: by request; None for one that was aborted.
+
+        Returns:
+            Their records.
+        """
+        found = [
+            (self._parked.pop(i), result) for i, result in results.items() if i in self._parked
+        ]
+        for admitted, result in found:
+            admitted.give_result(result)
+        return [record for admitted, _ in found for record in admitted.unsent()]
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._admitted
 
     def __len__(self) -> int:
-        return sum(
+        going_on = sum(
             not all(block.recorded for block in admitted.blocks)
             for admitted in self._admitted.values()
         )
+        return going_on + len(self._parked)
+
+    @property
+    def live_caches(self) -> int:
+        """How many caches are being recorded."""
+        blocks = (block for admitted in self._admitted.values() for block in admitted.blocks)
+        return sum(recorder.open for block in blocks for recorder in block.run.recorders)
 
     def resolve(self, reference: str, stored: Mapping[str, Any] | None = None) -> Any:
         """The engine's own object for a reference in a block.
@@ -312,10 +437,12 @@ def _how_ended(run: Run) -> str:
     return ""
 
 
-def _containing(tree: Tree, layers: set[int]) -> list[str]:
-    """Paths of the modules that are, or contain, one of the layers."""
-    return [
-        path
-        for path, module in tree.modules.items()
-        if any(id(inner) in layers for inner in module.modules())
-    ]
+_ABORTED = "The request was aborted before it had finished, so `tracer.result` has nothing to give."
+
+
+def _log_is_full(log: WriteLog) -> LimitExceededError:
+    return LimitExceededError(
+        f"The request was preempted, and its block had written more than max_write_log_bytes="
+        f"{log.limit:.0f}: what it wrote could not be written again. Give the engine a larger KV "
+        "cache, write less, or build the model with a higher `max_write_log_bytes`."
+    )

@@ -8,14 +8,13 @@ from typing import Any, NoReturn
 import torch
 
 from midstream.errors import UnsupportedError
-from midstream.interleaving.caches import Cache
 from midstream.interleaving.node import Tree
-from midstream.interleaving.recording import open_cache
 from midstream.interleaving.run import current_run
 from midstream.interleaving.steps import Steps
+from midstream.modeling.vllm.engine.controls import Controls
+from midstream.modeling.vllm.engine.layers import HEAD, heads
 from midstream.modeling.vllm.engine.refusals import refused
 from midstream.modeling.vllm.locations import EngineModel
-from midstream.tracing.saves import save
 
 Rename = Mapping[str, str | list[str]]
 """Further names for modules, by path or last part of one."""
@@ -33,6 +32,7 @@ class BlockModel(EngineModel):
     def __init__(self, root: torch.nn.Module, tokenizer: Callable[[], Any], rename: Rename | None):
         super().__init__(root, rename)
         self.tree.uncallable.update(dict.fromkeys(_with_attention(self.tree), _ATTENTION))
+        self.tree.uncallable.update(dict.fromkeys(heads(self.tree), HEAD))
         self._load_tokenizer = tokenizer
 
     @property
@@ -80,11 +80,8 @@ def _with_attention(tree: Tree) -> list[str]:
     ]
 
 
-class BlockTracer:
+class BlockTracer(Controls):
     """What `tracer` is inside a block. All blocks of the engine share it, so none may change it."""
-
-    def __init__(self, tree: Tree):
-        object.__setattr__(self, "_tree", tree)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(
@@ -119,43 +116,6 @@ class BlockTracer:
         `min_tokens` say. The step's token counts only if the block had reached `model.samples`.
         """
         current_run("`tracer.stop()`").stop()
-
-    def cache(
-        self,
-        modules: Any = None,
-        device: torch.device | str | None = "cpu",
-        dtype: torch.dtype | None = None,
-        detach: bool = True,
-        include_output: bool = True,
-        include_inputs: bool = False,
-        non_blocking: bool = False,
-    ) -> Cache:
-        """Record modules from here to the end of the request, also after the block has ended.
-
-        Args:
-            modules: modules or their paths, one or several; all if left out.
-            device: where values are kept while the request runs; None leaves them where they are.
-                They come home on the CPU.
-            dtype: what floating-point values are converted to.
-            detach: has no effect: nothing in the engine records gradients.
-            include_output: record what the modules return, after all edits.
-            include_inputs: record what they are called with, after all edits.
-            non_blocking: copy to the CPU beside the forward, into page-locked memory.
-
-        Returns:
-            The cache, which is saved under the name it is bound to.
-
-        Raises:
-            ValueError: the block has read or written something already, or there is no such module.
-        """
-        sides = {"output": include_output, "input": include_inputs}
-        wanted = {
-            "sides": frozenset(side for side, included in sides.items() if included),
-            "device": None if device is None else torch.device(device),
-            "dtype": dtype,
-            "non_blocking": non_blocking,
-        }
-        return save(open_cache(current_run("`tracer.cache()`"), self._tree, modules, wanted))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

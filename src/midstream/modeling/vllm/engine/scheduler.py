@@ -78,7 +78,7 @@ class BlockSchedulerMixin:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Update the requests, end those whose block did, and send records on."""
-        records, ended = getattr(model_runner_output, KEY, (b"", []))
+        records, ended, waiting = getattr(model_runner_output, KEY, (b"", [], []))
         dropped = [request for request, how in ended if how == STOPPED_BEFORE_TOKEN]
         scores = {request: _drop_token(model_runner_output, request) for request in dropped}
         outputs = super().update_from_output(  # type: ignore[misc]
@@ -89,7 +89,7 @@ class BlockSchedulerMixin:
         closed = sorted(self._traced.intersection(scheduler_output.finished_req_ids))
         self._traced.difference_update(closed)
         if records or closed:
-            message = {"records": records, "closed": closed}
+            message = {"records": records, "closed": closed, "waiting": waiting}
             _send(outputs, 0, EngineCoreOutput(RECORDS, [], kv_transfer_params=message))
         return outputs
 

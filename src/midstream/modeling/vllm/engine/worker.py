@@ -8,15 +8,18 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from midstream.errors import EngineBuildError
+from midstream.modeling.vllm import results
 from midstream.modeling.vllm.engine import process
 from midstream.modeling.vllm.engine.adapter import BlockRunner
 from midstream.modeling.vllm.engine.edits import InstalledEdit, problem_of
+from midstream.modeling.vllm.payloads import pack
 
 
 class BlockWorkerMixin:
     """Mixed in before one of vLLM's workers."""
 
     model_runner: Any
+    rank: int
 
     def __init__(self, *args: Any, **kwargs: Any):
         process.report_build_failures()
@@ -33,6 +36,18 @@ class BlockWorkerMixin:
     def midstream_live(self) -> int:
         """How many blocks this rank holds."""
         return len(self.model_runner.blocks)
+
+    def midstream_finish(self, data: bytes) -> bytes:
+        """End blocks that wait for their requests' results.
+
+        Args:
+            data: the results, see ``results.write``.
+
+        Returns:
+            The blocks' records, packed, from the first rank.
+        """
+        records = self.model_runner.blocks.finish(results.read(data))
+        return pack(records, owner=self.model_runner.client) if self.rank == 0 else b""
 
     def midstream_edits(self) -> int:
         """How many edits this rank holds for later requests."""
@@ -61,6 +76,14 @@ class BlockWorkerMixin:
     def midstream_stored(self) -> list[str]:
         """Names of the objects this rank keeps."""
         return list(self.model_runner.blocks.stored.objects)
+
+    def midstream_stats(self) -> dict[str, Any]:
+        """What this rank has counted and what it holds, as plain data."""
+        runner = self.model_runner
+        blocks = runner.blocks
+        return runner.statistics.report(  # type: ignore[no-any-return]
+            seconds=blocks.clock.total, blocks=len(blocks), caches=blocks.live_caches
+        )
 
 
 def refuse_other_runner(runner: object, expected: type) -> None:

@@ -1,0 +1,40 @@
+"""What other tools' blocks can do and blocks on vLLM cannot: why not, and what to write instead."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from midstream.errors import UnsupportedError
+
+BARRIER = (
+    "`tracer.barrier()` is not supported on vLLM: each block runs beside a request of its own, and "
+    "requests of one trace need not be in the same step. Save the value in one trace and use it in "
+    "a second one: a block reads names from outside, tensors included."
+)
+
+SCAN = (
+    "`model.scan()` is not supported on vLLM: its kernels need a batch and a cache, so there is no "
+    "forward without values. Trace a short prompt with `max_tokens=1` and save the shapes: "
+    "`shape = model.get('model.layers.0').output[0].shape.save()`."
+)
+
+_GRADIENTS = (
+    "Gradients through the model are not supported on vLLM: its kernels run in inference mode and "
+    "record no graph. Trace the same block on midstream.TransformersModel, or measure the effect "
+    "of small edits instead. (Gradients of tensors that the block makes itself, with "
+    "`requires_grad=True` and under `torch.enable_grad()`, work.)"
+)
+
+
+def gradients(error: BaseException) -> UnsupportedError | None:
+    """The refusal that PyTorch's error stands for, with its traceback; None for any other error."""
+    asked = "does not require grad" in str(error) and _in_autograd(error.__traceback__)
+    return UnsupportedError(_GRADIENTS).with_traceback(error.__traceback__) if asked else None
+
+
+def _in_autograd(traceback: TracebackType | None) -> bool:
+    while traceback is not None:
+        if traceback.tb_frame.f_globals.get("__name__", "").startswith("torch.autograd"):
+            return True
+        traceback = traceback.tb_next
+    return False

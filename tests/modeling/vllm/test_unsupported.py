@@ -1,0 +1,104 @@
+"""What blocks on vLLM cannot do is refused with the reason and what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from midstream.errors import BlockSyntaxError, InterventionError, UnsupportedError
+from tests.modeling.vllm.conftest import place
+from tests.support.checkpoints import A
+
+pytestmark = pytest.mark.usefixtures("serving")
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1}
+
+
+def test_a_barrier_around_invokes(llama: Any) -> None:
+    """Asked for where the invokes are opened, it is refused there, and no request runs."""
+    with pytest.raises(UnsupportedError, match=r"barrier.*need not be in the same step.*second"):
+        with llama.trace(**GREEDY) as tracer:
+            barrier = tracer.barrier(2)
+            with tracer.invoke(A):
+                logits = llama.logits.save()
+
+
+def test_a_barrier_inside_a_block(llama: Any) -> None:
+    """It is the request's error, at its line, and what was saved before comes back."""
+    with pytest.raises(InterventionError, match=r"^UnsupportedError: `tracer\.barrier") as error:
+        with llama.trace(A, **GREEDY) as tracer:
+            hidden = llama.model.layers[0].output[0].save()
+            tracer.barrier(2)  # here
+    assert place(__file__, "here") in str(error.value)
+    assert isinstance(error.value.__cause__, NotImplementedError)
+    assert hidden.shape == (len(A), 128)
+
+
+def test_a_scan(llama: Any) -> None:
+    """Outside a block and inside one; what the text says to write instead works."""
+    with pytest.raises(UnsupportedError, match=r"scan.*save the shapes"):
+        llama.scan(A)
+    with pytest.raises(InterventionError, match=r"^UnsupportedError: `model\.scan"):
+        with llama.trace(A, **GREEDY):
+            llama.scan(A)
+    with llama.trace(A, **GREEDY):
+        shape = llama.get("model.layers.0").output[0].shape.save()
+    assert shape == (len(A), 128)
+
+
+def backward(model: Any, tracer: Any) -> None:
+    model.model.layers[1].output[0].sum().backward()
+
+
+def backward_with(model: Any, tracer: Any) -> None:
+    loss = model.logits.sum()
+    with loss.backward():
+        pass
+
+
+def grad(model: Any, tracer: Any) -> None:
+    hidden = model.model.layers[1].output[0]
+    torch.autograd.grad(model.logits.sum(), hidden)
+
+
+@pytest.mark.parametrize("block", [backward, backward_with, grad])
+def test_gradients_through_the_model(llama: Any, block: Callable[..., Any]) -> None:
+    """PyTorch's message about tensors becomes the reason, at the user's line."""
+    with pytest.raises(InterventionError, match=r"^UnsupportedError: Gradients .*Transf") as error:
+        llama.trace(A, block=block, **GREEDY)
+    assert f"in {block.__name__}" in str(error.value)
+
+
+def test_gradients_of_own_tensors(llama: Any) -> None:
+    """They work, and their own errors stay PyTorch's."""
+    with llama.trace(A, **GREEDY):
+        with torch.enable_grad():
+            weight = torch.ones(128, requires_grad=True)
+            (llama.model.layers[1].output[0] @ weight).sum().backward()
+        gradient = weight.grad.save()
+    assert gradient.shape == (128,)
+    with pytest.raises(InterventionError, match=r"^RuntimeError: size mismatch"):
+        with llama.trace(A, **GREEDY):
+            llama.model.layers[1].output[0] @ torch.ones(3)
+
+
+def test_old_spellings_are_refused_at_capture(llama: Any) -> None:
+    """Each shows the spelling to use, and nothing has run."""
+    with pytest.raises(BlockSyntaxError, match=r"for step in tracer\.iter\[\.\.\.\]"):
+        with llama.trace(A, **GREEDY) as tracer:
+            with tracer.iter[:2]:
+                logits = llama.logits.save()
+    with pytest.raises(BlockSyntaxError, match=r"for step in tracer\.iter\[\.\.\.\]"):
+        with llama.trace(A, **GREEDY) as tracer:
+            for _ in llama.iter[:2]:
+                logits = llama.logits.save()
+    with pytest.raises(BlockSyntaxError, match=r"tracer\.all\(\)"):
+        with llama.trace(A, **GREEDY) as tracer:
+            for _ in llama.all():
+                logits = llama.logits.save()
+    with pytest.raises(BlockSyntaxError, match=r"tracer\.backend"):
+        with llama.trace(A, **GREEDY) as tracer:
+            out = tracer.backend()
