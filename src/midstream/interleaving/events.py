@@ -59,7 +59,7 @@ class Event:
             self._low = min(span.start for span in spans)
             self._high = max(span.stop for span in spans)
         self._copies: dict[int, torch.Tensor] = {}
-        self._replaced: set[int] = set()
+        self._replaced: dict[int, torch.Tensor] = {}  # what the model had in their places
         self._value = value
         self._check, self._is_models = check, is_models
         self._axes: dict[int, int | None] = {}
@@ -104,9 +104,12 @@ class Event:
             replace = self._is_models(self.leaves[index])
         with torch.inference_mode(self.leaves[index].is_inference()):
             if replace and index not in self._replaced:
+                self._replaced[index] = self.leaves[index]
                 self.leaves[index] = self.leaves[index].clone()
-                self._replaced.add(index)
             self.live(index, rows).copy_(value)
+            if not replace and index in self._replaced:  # by another block
+                before, axis = self._replaced[index], self.axis(index)
+                cut(before, axis, rows.start, rows.stop).copy_(value)
 
     def result(self) -> Any:
         """The value the model goes on with."""
@@ -133,6 +136,7 @@ class Served:
         self._mine: list[Any] | None = None
         self._versions: list[int] = []
         self._assigned: dict[int, torch.Tensor] = {}
+        self._refused: dict[int, int] = {}
 
     def read(self) -> Any:
         """The block's private copy; the same object at every read of this visit.
@@ -202,8 +206,8 @@ class Served:
         with counting_edits():
             own = new.detach().to(live.device, live.dtype, copy=True)
         self._put(index, own, replace=True)
+        self._assigned[index] = own
         if self._mine is None:
-            self._assigned[index] = own
             return
         self._mine[index] = own
         self._versions[index] = own._version
@@ -220,6 +224,8 @@ class Served:
     def settle(self, location: Location, visit: int) -> None:
         """Copy back what the block changed in place since it was served.
 
+        A write that is refused is dropped: called again, this copies back what is left.
+
         Raises:
             ValueError: it changed a tensor that belongs to all requests of the step, or put
                 another into a list or dictionary, where the model does not see it.
@@ -234,9 +240,10 @@ class Served:
             if isinstance(mine, torch.Tensor) and self._changed(index, mine)
         ]
         for index, mine in changed:
+            self._versions[index] = self._refused[index] = mine._version
             self._refuse_shared(index, location.label(visit))
-            self._versions[index] = mine._version
-            self._put(index, mine.detach(), replace=False)
+            self._put(index, mine.detach(), replace=index in self._assigned)
+            del self._refused[index]
 
     def _put(self, index: int, value: torch.Tensor, *, replace: bool) -> None:
         self._event.put(index, self._rows, value, replace=replace)
@@ -247,6 +254,7 @@ class Served:
         own = {id(leaf) for leaf in self._mine or ()}
         for leaf in flatten(self._shown)[0]:
             if isinstance(leaf, torch.Tensor) and id(leaf) not in own:
+                self._shown = self._build(self._mine or [])
                 side = "inputs" if location.side == "input" else location.side
                 raise ValueError(
                     f"A tensor {describe(leaf)} was put into the list or dictionary that "
@@ -261,6 +269,8 @@ class Served:
         """
         if mine._version != self._versions[index]:
             return True
+        if self._refused.get(index) == mine._version:
+            return False
         return mine.device.type == "cpu" and not _same_bytes(
             mine, self._event.live(index, self._rows)
         )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from midstream.errors import OutOfOrderError
-from midstream.interleaving.events import Check, Event, Rows
+from midstream.interleaving.events import Check, Event, Rows, Served
 from midstream.interleaving.indices import IndexCheck, Limit
 from midstream.interleaving.locations import ENGINE_ORDER, LOGITS, SAMPLES, Location
 from midstream.interleaving.recording import Recordings
@@ -260,12 +260,12 @@ class Interleaver:
         run.served = {location: served}
         try:
             run.resume()
-            served.settle(location, run.visit)
-        except Exception as error:  # noqa: BLE001  # a failed copy is the block's error, never the engine's
-            if run.marks is not None:
-                place = f'File "{run.marks.file}", line {run.marks.line}'
-                error.add_note(f"Met in the value that was read at {place}.")
-            run.fail(error) if run.done else run.resume(error)
+            # a block that catches the error of a write is still here, and may write again
+            for tries_left in reversed(range(_TRIES)):
+                error = _settled(served, location, run)
+                if error is None:
+                    break
+                run.resume(error) if tries_left and not run.done else run.fail(error)
         finally:
             run.served = {}
         self._after(run)
@@ -547,6 +547,10 @@ class Interleaver:
             self._charting, self._observing = before
 
 
+_TRIES = 100
+"""How often a block may catch the error of a write, and write again, at one place."""
+
+
 def _in_turns(runs: Sequence[Run]) -> list[list[Run]]:
     """Runs that share an event, one event after the other: none has two blocks of one request.
 
@@ -556,3 +560,15 @@ def _in_turns(runs: Sequence[Run]) -> list[list[Run]]:
     for run in runs:
         turns.setdefault(run.turn, []).append(run)
     return [turns[turn] for turn in sorted(turns)]
+
+
+def _settled(served: Served, location: Location, run: Run) -> Exception | None:
+    """Copy back what a block changed; the error of a write that failed is the block's."""
+    try:
+        served.settle(location, run.visit)
+    except Exception as error:  # noqa: BLE001  # a failed copy is the block's error, never the engine's
+        if run.marks is not None:
+            place = f'File "{run.marks.file}", line {run.marks.line}'
+            error.add_note(f"Met in the value that was read at {place}.")
+        return error
+    return None

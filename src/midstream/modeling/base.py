@@ -9,6 +9,8 @@ import torch
 
 from midstream.interleaving.node import Node, Tree
 
+_SIDES = ("output", "input", "inputs")  # of the model's root module
+
 
 class Model:
     """A model as users hold it: its attributes are the modules of the tree.
@@ -43,6 +45,9 @@ class Model:
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = getattr(type(self), name, None)
+        if self._tree is not None and name in _SIDES:
+            setattr(self._tree.root, name, value)
+            return
         if self._tree is not None and not name.startswith("_") and not isinstance(own, property):
             raise AttributeError(
                 f"'{name}' of the model cannot be assigned: it has no value of the forward pass "

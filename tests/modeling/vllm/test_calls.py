@@ -106,3 +106,15 @@ def test_parameters_can_be_read(llama: Any, hf: Oracle) -> None:
         gain = llama.model.norm.weight.save()
     assert torch.equal(head, hf.model.lm_head.weight)
     assert torch.equal(gain, hf.model.model.norm.weight)
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(3, 256), torch.zeros(3, 128).half()])
+def test_a_linear_layer_refuses_rows_it_cannot_take(llama: Any, rows: torch.Tensor) -> None:
+    """A module called on rows of another width or dtype is the block's error, not the engine's."""
+
+    def block(model: Any, tracer: Any) -> Any:
+        return model.model.layers[1].mlp(rows)
+
+    with pytest.raises(InterventionError, match="takes rows of 128 of torch.float32"):
+        llama.trace(B, block=block, **GREEDY)
+    assert len(plain_tokens(llama)) == 3

@@ -152,6 +152,11 @@ def edit_the_final_norm(model: Any, tracer: Any) -> None:
     norm.output = (norm.output[0].flip(1), norm.output[1])
 
 
+@edit(edit_module("model.norm", lambda rows: rows.flip(1)))
+def edit_the_models_own_output(model: Any, tracer: Any) -> None:
+    model.output = model.output.flip(1)
+
+
 @edit(edit_logits(lambda logits: logits.index_fill(1, torch.tensor([77]), 1000.0)))
 def edit_logits_in_place(model: Any, tracer: Any) -> None:
     model.logits[:, 77] = 1000.0

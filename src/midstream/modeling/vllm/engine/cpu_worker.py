@@ -9,6 +9,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from midstream.modeling.vllm.engine import process
 from midstream.modeling.vllm.engine.adapter import BlockRunner
+from midstream.modeling.vllm.engine.cpu_linears import check_arguments
 from midstream.modeling.vllm.engine.cpu_sampling import replace_kernels
 from midstream.modeling.vllm.engine.worker import BlockWorkerMixin, refuse_other_runner
 
@@ -17,9 +18,10 @@ class CPUBlockRunner(BlockRunner, CPUModelRunner):  # type: ignore[misc]
     """vLLM's model runner on a CPU, with blocks."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model, and take out the kernels that do not run here."""
+        """Load the model, and take out the kernels that do not run here, or not safely."""
         super().load_model(*args, **kwargs)
         replace_kernels(self)
+        check_arguments(self.model)
 
     def finish_requests(self, scheduler_output: Any) -> None:
         """Drop requests; what those with blocks have left in the cache is wiped.

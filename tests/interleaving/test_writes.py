@@ -1,0 +1,123 @@
+"""What a block writes lands whoever writes beside it, and whatever it caught before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from midstream.interleaving.node import Node
+from tests.interleaving.toy import Steps, Toy, rows
+
+
+class Twofold(torch.nn.Module):
+    """Goes on with its argument beside what a module made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.table = torch.nn.Linear(4, 4), Table()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum, scaled by a table's."""
+        rows, table = self.table(x + self.mlp(x))
+        return rows * table.sum()
+
+
+class Table(torch.nn.Module):
+    """Returns rows and a table that all requests share."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both."""
+        return x + 1, torch.arange(7.0)
+
+
+@pytest.fixture
+def steps() -> Steps:
+    """A toy whose first layer has a residual stream of its own."""
+    torch.manual_seed(3)
+    model = Toy()
+    model.layers[0].mlp = Twofold()
+    return Steps(model)
+
+
+def double_in_place(mlp: Node) -> None:
+    mlp.input[:] *= 2
+
+
+def assign_zeros(mlp: Node) -> None:
+    mlp.input = torch.zeros_like(mlp.input)
+
+
+def assign_and_double(mlp: Node) -> None:
+    mlp.input = mlp.input + 1
+    mlp.input[:] *= 2
+
+
+BLOCKS = [double_in_place, assign_zeros, assign_and_double]
+
+
+@pytest.mark.parametrize("other", BLOCKS)
+@pytest.mark.parametrize("one", BLOCKS)
+def test_writes_of_several_blocks_in_one_tensor(steps: Steps, one: object, other: object) -> None:
+    """A block's write reaches the tensor's other holders, or not, whatever its neighbour does."""
+    mlp, parts = steps.root.layers[0].mlp.mlp, [rows(3, 1), rows(2, 2)]
+    blocks = [lambda: one(mlp), lambda: other(mlp)]
+    alone = [steps.step([x], [block]) for x, block in zip(parts, blocks, strict=True)]
+    assert not torch.allclose(alone[0], steps.step(parts[:1], [lambda: None]), atol=1e-3)
+    torch.testing.assert_close(steps.step(parts, blocks), torch.cat(alone))
+
+
+def test_a_write_behind_a_refused_one_lands(steps: Steps) -> None:
+    """A block that catches the error of a write is still where it wrote, and may write again."""
+    table, caught = steps.root.layers[0].mlp.table, []
+
+    def block() -> None:
+        try:
+            table.output[1].zero_()
+            steps.root.layers[1].output
+        except ValueError:
+            caught.append(1)
+        table.output[0].zero_()
+        steps.root.layers[2].output
+
+    def right() -> None:
+        table.output[0].zero_()
+
+    got = steps.step([rows(3, 1)], [block])
+    assert caught == [1]
+    assert torch.equal(got, steps.step([rows(3, 1)], [right]))
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_writes_beside_a_refused_one_land(steps: Steps, ends: bool) -> None:
+    """Of several writes to a value the refused one is an error, and the others are made."""
+    table = steps.root.layers[0].mlp.table
+
+    def block() -> None:
+        kept, shared = table.output
+        shared.zero_()
+        kept.zero_()
+        if not ends:
+            steps.root.layers[1].output
+
+    got, runs = steps.try_step([rows(3, 1)], [block])
+    assert isinstance(runs[0].error, ValueError)
+    right = steps.step([rows(3, 1)], [lambda: table.output[0].zero_()])
+    assert torch.equal(got, right)
+
+
+def test_a_block_that_catches_every_refusal_does_not_hold_the_step(steps: Steps) -> None:
+    """A block that makes a refused write again and again is ended, and the step goes on."""
+    table, caught = steps.root.layers[0].mlp.table, []
+
+    def block() -> None:
+        while True:
+            try:
+                table.output[1].zero_()
+                steps.root.layers[1].output
+            except ValueError:
+                caught.append(1)
+
+    got, runs = steps.try_step([rows(3, 1)], [block])
+    assert isinstance(runs[0].error, ValueError)
+    assert 10 < len(caught) < 1000
+    assert torch.equal(got, steps.step([rows(3, 1)], [lambda: None]))

@@ -1,0 +1,1 @@
+"""Many requests of many kinds at once: each must give what it gives alone."""
