@@ -65,6 +65,37 @@ def test_each_block_sees_its_own_rows(steps: Steps) -> None:
     assert torch.equal(got[2], seen[1][1][4:])
 
 
+class Batched(Toy):
+    """Its layers work on ``[1, rows, width]``, as HuggingFace's do inside vLLM."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        residual, positions, hidden = None, torch.arange(len(hidden)), hidden[None]
+        for layer in self.layers:
+            hidden, residual = layer(positions, hidden=hidden, residual=residual)
+        return (hidden + residual)[0]
+
+
+def test_rows_may_stand_behind_an_axis_of_one() -> None:
+    """A model with a batch axis of one serves each block its rows, read and written (B11)."""
+    parts, found = [rows(3, 1), rows(2, 2)], []
+
+    def run(steps: Steps, doubled: bool) -> torch.Tensor:
+        def block(double: bool) -> None:
+            residual = steps.root.layers[1].output[1]
+            found.append(residual.clone())
+            if double:
+                residual *= 2.0
+
+        return steps.step(parts, [lambda: block(False), lambda: block(doubled)])
+
+    logits, right, clean = run(Steps(Batched()), True), run(Steps(), True), run(Steps(), False)
+    assert [rows_.shape for rows_ in found[:2]] == [(1, 3, 4), (1, 2, 4)]
+    assert torch.allclose(found[0][0], found[2], atol=1e-6)
+    assert torch.allclose(found[1][0], found[3], atol=1e-6)
+    assert torch.allclose(logits, right, atol=1e-6)
+    assert not torch.allclose(right, clean, atol=1e-3)
+
+
 @pytest.mark.parametrize("neighbour", [False, True])
 def test_an_edit_in_place_reaches_the_model(steps: Steps, neighbour: bool) -> None:
     """Writing into a served value changes what the model goes on with, for those rows only.

@@ -84,12 +84,6 @@ CHECKPOINTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 FURTHER: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "T-QWEN2": {
-            **_GROUPED_QUERY,
-            "model_type": "qwen2",
-            "architectures": ["Qwen2ForCausalLM"],
-            "tie_word_embeddings": True,
-        },
         "T-MIXTRAL": {
             **_GROUPED_QUERY,
             "model_type": "mixtral",
