@@ -7,6 +7,7 @@ reads the wrong tensor passes.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -171,7 +172,7 @@ def _write(folder: Path, config: Mapping[str, Any], with_tokenizer: bool) -> Non
     """Write configuration, weights, generation configuration and, if asked, the tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = dict(config)
+    fields = copy.deepcopy(dict(config))  # some configurations fill in what they are given
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.float32
     )

@@ -1,5 +1,6 @@
 """The tiny checkpoints are what the tests assume."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
 from tests.support import checkpoints
-from tests.support.checkpoints import CHECKPOINTS, EOS, LONG, A, B, C, checkpoint
+from tests.support.checkpoints import CHECKPOINTS, EOS, FURTHER, LONG, A, B, C, checkpoint
 from tests.support.oracle import Oracle
 
 
@@ -110,3 +111,11 @@ def test_greedy_decoding_never_ends_by_itself(name: str) -> None:
         tokens = oracle.generate(ids, 16).tokens
         assert EOS not in tokens
         assert len(set(tokens)) >= 5
+
+
+@pytest.mark.parametrize("name", [*CHECKPOINTS, *FURTHER])
+def test_writing_one_leaves_the_recipes_alone(name: str, tmp_path: Path) -> None:
+    """What a configuration fills in for one checkpoint does not get into others."""
+    before = json.dumps([dict(CHECKPOINTS), dict(FURTHER)])
+    checkpoint(name, tmp_path)
+    assert json.dumps([dict(CHECKPOINTS), dict(FURTHER)]) == before
