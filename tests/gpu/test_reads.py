@@ -114,13 +114,14 @@ def test_the_residual_stream_is_the_sum_of_the_pair(served: tuple[Any, Oracle]) 
         return {str(i): layer.output for i, layer in enumerate(layers)}
 
     saves = model.trace(A, block=block, **GREEDY).saves
+    first = []
     for index in range(len(layers)):
         right = reads[f"residual.{index}"]
         parts = tensors(saves[str(index)])
         alone = cosine(rounded[f"residual.{index}"].float(), right)
         assert cosine(sum(parts), right) >= min(0.999, alone), index
-        if len(parts) == 2 and index:
-            assert cosine(parts[0], right) < 0.99
+        first += [cosine(parts[0], right)] if len(parts) == 2 else []
+    assert not first or min(first) < 0.9  # one layer's MLP may outweigh all before it, not every
 
 
 def test_a_plain_step_is_vanilla_before_and_after_a_trace(served: tuple[Any, Oracle]) -> None:
