@@ -13,7 +13,7 @@ from tests.fuzz.llama_sites import LLAMA
 from tests.fuzz.strategies import EDITS, Blocks
 from tests.modeling.vllm.conftest import live
 
-_CALLS = ["model.layers.1.mlp", "model.layers.2.post_attention_layernorm"]
+_CALLS = ["model.layers.1.mlp", "model.layers.2.mlp"]
 _SKIPS = [
     s for s in LLAMA if s.side == "output" and s.path.endswith(("mlp", "self_attn", "layers.2"))
 ]
