@@ -351,3 +351,31 @@ print("went on")
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.stdout == "went on\n", ran.stderr
+
+
+def test_recursion_stays_an_error_after_a_block_was_abandoned() -> None:
+    """A recursion that is too deep raises in a later block, and does not end the process."""
+    code = """
+from midstream.interleaving.run import Run
+from midstream.interleaving.watchdog import Clock
+
+def stubborn():
+    while True:
+        try:
+            while True:
+                pass
+        except BaseException:
+            pass
+
+def deep():
+    deep()
+
+abandoned = Run(stubborn, clock=Clock(0.1))
+abandoned.resume()
+assert abandoned.done
+run = Run(deep)
+run.resume()
+print(type(run.error).__name__)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "RecursionError\n", ran.stderr

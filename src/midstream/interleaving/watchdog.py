@@ -42,6 +42,8 @@ ATTEMPTS = 4
 _POLLS_BEFORE_REST = 40
 _raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _raise_in_thread.argtypes = (ctypes.c_ulong, ctypes.py_object)
+_thread_state = ctypes.pythonapi.PyThreadState_Get
+_thread_state.restype = ctypes.c_void_p
 
 
 class TimeUp(BaseException):
@@ -75,8 +77,27 @@ def _take_back() -> None:
         pass
 
 
+def _recursion_headroom() -> ctypes.c_int | None:
+    """Python 3.11's count of exceptions that are being made in this thread; None elsewhere.
+
+    It lies behind the recursion limit in the thread's state, which shows whether it is there.
+    """
+    if sys.implementation.name != "cpython" or sys.version_info[:2] != (3, 11):
+        return None
+    state = _thread_state()
+    limit = ctypes.c_int.from_address(state + 36)
+    return ctypes.c_int.from_address(state + 40) if limit.value == sys.getrecursionlimit() else None
+
+
 def leave_block() -> None:
-    """Go on in the engine, if a block executes; nobody comes back here."""
+    """Go on in the engine, if a block executes; nobody comes back here.
+
+    While Python 3.11 makes an exception, a recursion that is too deep ends the process. It would
+    believe for ever that it still makes the one in which the block is left.
+    """
+    headroom = _recursion_headroom()
+    if headroom is not None and headroom.value > 0:
+        headroom.value -= 1
     current = greenlet.getcurrent()
     while current is not None and getattr(current, "block_run", None) is None:
         current = current.parent  # a block may use greenlets too
