@@ -99,10 +99,12 @@ class Hooked:
             module.register_forward_hook(partial(self._after, path))
 
     def _before(self, path: str, module: Any, args: Any, kwargs: Any) -> Any:
-        return self.reach((path, "input"), (args, kwargs))
+        call = self.reach((_operation(path), "input"), (args, kwargs))
+        return self.reach((path, "input"), call)
 
     def _after(self, path: str, module: Any, args: Any, output: Any) -> Any:
-        return self.reach((path, "output"), self.reach((path, "skip"), output))
+        output = self.reach((path, "output"), self.reach((path, "skip"), output))
+        return self.reach((_operation(path), "output"), output)
 
     def begin(self, rows: int) -> None:
         """Begin a step of so many rows."""
@@ -217,6 +219,12 @@ class Hooked:
 
 
 _LATER = object()
+
+
+def _operation(path: str) -> str:
+    """The call of a module in its parent's forward, as `source` names it."""
+    parent, _, name = path.rpartition(".")
+    return f"{parent}.source.self_{name}_0".lstrip(".")
 
 
 def _place(wanted: Any) -> Place | None:

@@ -69,12 +69,15 @@ def _toy_layer(i: int) -> list[Site]:
             "{{'a': {0}, 'b': [{1}]}}",
         ),
         Site(f"{path}.mix.lin", "output", (("[:, :4]", "rows"),), "torch.cat([{0}, {0}], 1)"),
+        Site(f"{path}.source.self_mlp_0", "input"),
         Site(f"{path}.mlp", "input"),
         Site(f"{path}.mlp", "inputs", INPUT, "(({0},), {{}})"),
         Site(f"{path}.mlp", "output"),
+        Site(f"{path}.source.self_mlp_0", "output"),
         *([] if i else [Site("layers.0.act", "output")]),  # of its two calls, the first is served
         Site(f"{path}.gate", "input"),
         Site(f"{path}.gate", "output"),
+        Site(f"{path}.source.self_gate_0", "output"),
         Site(f"{path}.twins", "output", ((".low", "rows"), (".high", "rows")), "({0}, {1})"),
         Site(path, "output", PAIR, "({0}, {1})"),
     ]
@@ -86,6 +89,7 @@ TOY = in_order(
         Site("", "input"),
         Site("embed", "input"),
         Site("embed", "output"),
+        Site("source.self_embed_0", "output"),
         *_toy_layer(0),
         *_toy_layer(1),
         Site("table", "input"),

@@ -16,7 +16,7 @@ from midstream.interleaving.node import Tree
 from midstream.interleaving.run import Run, current_run
 from midstream.interleaving.steps import Steps
 from tests.fuzz.dialects import Midstream
-from tests.fuzz.grammar import Statement
+from tests.fuzz.grammar import Statement, render
 from tests.fuzz.hooked import Hooked
 from tests.fuzz.programs import Outcome, predicted_block, traced_block
 from tests.fuzz.toy import WIDTH, Toy
@@ -95,7 +95,9 @@ class Playing:
         names = request.names(index) | {"kept": outcome.kept, "caught": outcome.caught}
         names |= {"model": self._tree.root, "tracer": _Tracer()}
         say = Midstream("kept['{0}'] = {1}")
-        return Run(traced_block(request.body, names, say, "def block():"))
+        run = Run(traced_block(request.body, names, say, "def block():"))
+        run.uses_source = ".source." in "\n".join(render(request.body, say))  # as the engine tells
+        return run
 
     def _forward(self, spans: dict[Run, Rows], x: Tensor, positions: Tensor) -> Tensor:
         with torch.inference_mode():

@@ -83,7 +83,7 @@ class Visit:
         if not self.assigned:
             return self.value
         leaves = [
-            m if i in self.assigned else x
+            m.clone() if i in self.assigned else x  # the block keeps its own
             for i, (m, x) in enumerate(zip(self.mine, self.live, strict=True))
         ]
         return tree_unflatten(leaves, self.form)

@@ -14,12 +14,21 @@ class Twofold(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mlp, self.table = torch.nn.Linear(4, 4), Table()
+        self.mlp, self.table, self.twins = torch.nn.Linear(4, 4), Table(), Twins()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum, scaled by a table's."""
-        rows, table = self.table(x + self.mlp(x))
+        one, other = self.twins(x + self.mlp(x))
+        rows, table = self.table(one + 2 * other)
         return rows * table.sum()
+
+
+class Twins(torch.nn.Module):
+    """Returns its argument twice."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both."""
+        return x, x
 
 
 class Table(torch.nn.Module):
@@ -63,6 +72,18 @@ def test_writes_of_several_blocks_in_one_tensor(steps: Steps, one: object, other
     blocks = [lambda: one(mlp), lambda: other(mlp)]
     alone = [steps.step([x], [block]) for x, block in zip(parts, blocks, strict=True)]
     assert not torch.allclose(alone[0], steps.step(parts[:1], [lambda: None]), atol=1e-3)
+    torch.testing.assert_close(steps.step(parts, blocks), torch.cat(alone))
+
+
+def test_a_write_in_shared_memory_beside_a_replacement(steps: Steps) -> None:
+    """Tensors that share memory are changed together, also where a neighbour replaces them."""
+    twins, parts = steps.root.layers[0].mlp.twins, [rows(3, 1), rows(2, 2)]
+
+    def replace() -> None:
+        twins.output = (torch.zeros(3, 4), torch.ones(3, 4))
+
+    blocks = [replace, lambda: twins.output[0].zero_()]
+    alone = [steps.step([x], [block]) for x, block in zip(parts, blocks, strict=True)]
     torch.testing.assert_close(steps.step(parts, blocks), torch.cat(alone))
 
 

@@ -59,7 +59,7 @@ class Event:
             self._low = min(span.start for span in spans)
             self._high = max(span.stop for span in spans)
         self._copies: dict[int, torch.Tensor] = {}
-        self._replaced: dict[int, torch.Tensor] = {}  # what the model had in their places
+        self._replaced: dict[int, dict[Rows, torch.Tensor]] = {}
         self._value = value
         self._check, self._is_models = check, is_models
         self._axes: dict[int, int | None] = {}
@@ -72,7 +72,10 @@ class Event:
         return self._axes[index]
 
     def live(self, index: int, rows: Rows) -> Any:
-        """A leaf's rows as the model holds them (tensors without a row axis: whole)."""
+        """A leaf's rows as the model goes on with them (tensors without a row axis: whole)."""
+        replaced = self._replaced.get(index)
+        if replaced and rows in replaced:
+            return replaced[rows]
         leaf = self.leaves[index]
         return cut(leaf, self.axis(index), rows.start, rows.stop)
 
@@ -102,18 +105,33 @@ class Event:
             self._check(index, value, rows)
         if not replace and self._is_models is not None:
             replace = self._is_models(self.leaves[index])
-        with torch.inference_mode(self.leaves[index].is_inference()):
-            if replace and index not in self._replaced:
-                self._replaced[index] = self.leaves[index]
-                self.leaves[index] = self.leaves[index].clone()
-            self.live(index, rows).copy_(value)
-            if not replace and index in self._replaced:  # by another block
-                before, axis = self._replaced[index], self.axis(index)
-                cut(before, axis, rows.start, rows.stop).copy_(value)
+        if replace:
+            self._replaced.setdefault(index, {})[rows] = value
+            return
+        leaf = self.leaves[index]
+        with torch.inference_mode(leaf.is_inference()):
+            cut(leaf, self.axis(index), rows.start, rows.stop).copy_(value)
 
     def result(self) -> Any:
-        """The value the model goes on with."""
-        return self._build(self.leaves) if self._replaced else self._value
+        """The value the model goes on with.
+
+        Replacements are made last: what others wrote in place is in the tensors they are made of,
+        and in all that shares memory with these.
+        """
+        if not self._replaced:
+            return self._value
+        leaves = list(self.leaves)
+        for index in self._replaced:
+            leaves[index] = self._with_replaced(index)
+        return self._build(leaves)
+
+    def _with_replaced(self, index: int) -> torch.Tensor:
+        leaf, axis = self.leaves[index], self.axis(index)
+        with torch.inference_mode(leaf.is_inference()):
+            new: torch.Tensor = leaf.clone()
+            for rows, value in self._replaced[index].items():
+                cut(new, axis, rows.start, rows.stop).copy_(value)
+        return new
 
     def serve(self, rows: Rows, snapshots: Snapshots, wrote: Wrote | None = None) -> Served:
         """The event as one request sees it.
