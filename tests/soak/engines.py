@@ -30,13 +30,13 @@ def engine(*, asynchronous: bool) -> Iterator[Any]:
 
     with VLLM(str(checkpoint("T-LLAMA", with_tokenizer=True)), **SETTINGS) as model:
         with pytest.MonkeyPatch.context() as patch:
-            _schedule(patch, asynchronous=asynchronous)
+            schedule(patch, asynchronous=asynchronous)
             model.dispatch()
         assert (core(model).batch_queue is not None) == asynchronous
         yield model
 
 
-def _schedule(patch: pytest.MonkeyPatch, *, asynchronous: bool) -> None:
+def schedule(patch: pytest.MonkeyPatch, *, asynchronous: bool) -> None:
     """Choose how steps are scheduled, which vLLM's platform check decides on a CPU."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -76,7 +76,7 @@ class Counts:
         return self._preempt(request, *args, **kwargs)
 
     def _scheduling(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._schedule(*args, **kwargs)
+        output = self.schedule(*args, **kwargs)
         self.pieces += sum(
             new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
             < len(new.prompt_token_ids or ())

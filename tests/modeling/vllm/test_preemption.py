@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,30 +12,35 @@ import torch
 from midstream import VLLM
 from midstream.errors import InterventionError
 from tests.modeling.vllm.conftest import runner_of
+from tests.soak.engines import schedule
 from tests.support.checkpoints import A, B, checkpoint
 
 STEPS = 40
 SETTINGS = {"temperature": 0.0, "max_tokens": STEPS, "ignore_eos": True}
 
 
-def built(**settings: Any) -> VLLM:
+@contextmanager
+def built(*, asynchronous: bool, **settings: Any) -> Iterator[VLLM]:
     """An engine in this process with room for one of the requests and a bit."""
-    return VLLM(
+    with VLLM(
         str(checkpoint("T-LLAMA", with_tokenizer=True)),
-        dispatch=True,
         dtype="float32",
         max_model_len=64,
         block_size=32,
         num_gpu_blocks_override=4,
-        gpu_memory_utilization=0.05,
+        kv_cache_memory_bytes=1 << 24,
         **settings,
-    )
+    ) as model:
+        with pytest.MonkeyPatch.context() as patch:
+            schedule(patch, asynchronous=asynchronous)
+            model.dispatch()
+        yield model
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
 def small(request: pytest.FixtureRequest) -> Iterator[VLLM]:
     """Such an engine with asynchronous scheduling off and on."""
-    with built(async_scheduling=request.param) as model:
+    with built(asynchronous=request.param) as model:
         yield model
 
 
@@ -192,7 +198,7 @@ def test_an_edit_of_the_engine_is_written_again(small: VLLM, preempted: list[str
 
 def test_a_block_that_wrote_more_than_is_kept_fails_if_it_is_preempted() -> None:
     """Its error names the limit; requests that are not preempted, and plain ones, go on."""
-    with built(max_write_log_bytes=2000, async_scheduling=False) as model:
+    with built(max_write_log_bytes=2000, asynchronous=False) as model:
         right = alone(model, A, steering)[0]
         with pytest.raises(InterventionError, match="max_write_log_bytes=2000"):
             together(model, steering)
