@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -187,6 +188,16 @@ def test_time_outside_the_block_does_not_count() -> None:
     assert run.error is None
 
 
+@pytest.fixture
+def without_finalizers() -> Iterator[None]:
+    """No garbage of earlier tests is cleared, whose `__del__` an interruption would rather hit."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_finalizers")
 def test_an_interruption_hits_no_code_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that give control back just as they are interrupted leave nothing behind."""
     monkeypatch.setattr(watchdog, "ATTEMPTS", 10**9)

@@ -8,7 +8,7 @@ import pytest
 from torch import distributed
 
 from midstream import VLLM
-from midstream.modeling.vllm import meta
+from midstream.modeling.vllm import bootstrap, meta
 from tests.conftest import TINY
 from tests.modeling.vllm.conftest import model_of
 from tests.support.checkpoints import checkpoint
@@ -21,7 +21,8 @@ def path() -> str:
 
 def test_tree_is_that_of_one_rank() -> None:
     """Whatever parallel sizes an engine has, the tree's layers are whole (A11)."""
-    root, _ = meta.build(path(), {**TINY, "tensor_parallel_size": 2})
+    with bootstrap.environment({}):  # vLLM sets variables of the process
+        root, _ = meta.build(path(), {**TINY, "tensor_parallel_size": 2})
     assert "tp_size=1" in repr(root.model.layers[0].self_attn.qkv_proj)
     assert root.model.layers[0].self_attn.qkv_proj.weight.shape == (512, 128)
 
