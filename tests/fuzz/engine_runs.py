@@ -195,7 +195,7 @@ def close(got: Any, right: Any) -> bool:
         return False
     if not right.is_floating_point():
         return torch.equal(got.long(), right.long())
-    scale = max(1.0, float(right.abs().max())) if right.numel() else 1.0
+    scale = max(1.0, float(right.detach().abs().max())) if right.numel() else 1.0
     return got.dtype == right.dtype and torch.allclose(
         got, right, rtol=0, atol=3e-4 * scale, equal_nan=True
     )

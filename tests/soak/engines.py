@@ -76,7 +76,7 @@ class Counts:
         return self._preempt(request, *args, **kwargs)
 
     def _scheduling(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.schedule(*args, **kwargs)
+        output = self._schedule(*args, **kwargs)
         self.pieces += sum(
             new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
             < len(new.prompt_token_ids or ())
