@@ -67,7 +67,10 @@ ENGINE: list[Fault] = [keep_writes, hand_out_views]
 
 @pytest.mark.parametrize("fault", TOY, ids=lambda fault: fault.__name__)
 def test_a_fault_is_found_on_the_toy(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within the toy's share of the examples a block is built that shows the fault."""
+    """Within the toy's share of the examples a block is built that shows the fault.
+
+    A wrong value is one sign of it, a copy that does not fit where nothing may fail another.
+    """
 
     @examples(0.6, shrink=False)
     @given(requests(), st.booleans())
@@ -75,7 +78,7 @@ def test_a_fault_is_found_on_the_toy(fault: Fault, monkeypatch: pytest.MonkeyPat
         check_toy(some, learned)
 
     fault(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, RuntimeError)):
         blocks()
 
 
