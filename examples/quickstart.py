@@ -125,7 +125,11 @@ def main(picture: Path) -> None:
     path = demo_model(progress=step)
     step("Building the engine; on a CPU this takes about half a minute")
     # fp32, so that a CPU and a GPU print the same digits
-    with VLLM(str(path), dispatch=True, dtype="float32", max_model_len=512) as model:
+    # a cache of this size is plenty for one prompt, and leaves memory to other programs
+    cache = 1 << 29
+    with VLLM(
+        str(path), dispatch=True, dtype="float32", max_model_len=512, kv_cache_memory_bytes=cache
+    ) as model:
         step("Tracing the prompt")
         token, before = next_token(model, read(model))
         console.print(f"\n{PROMPT!r} -> {token!r}, probability {before:.3f}\n", markup=False)
