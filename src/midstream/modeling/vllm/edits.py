@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from midstream.modeling.vllm.capturing import Capturing
 from midstream.modeling.vllm.tracer import Tracer
-from midstream.tracing import Block, Capture, forget_skip
+from midstream.tracing import Block
 from midstream.tracing.shipping import dumps
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ Choice = Sequence[str] | None
 """Names of edits that a request asks for; None for all there are."""
 
 
-class Edit:
+class Edit(Capturing):
     """An edit of the engine, as ``VLLM.edit`` gives it.
 
     As a context manager it captures the body of its `with` statement and installs it when the body
@@ -34,7 +35,6 @@ class Edit:
         self._model, self.name = model, name
         self.id: int | None = None
         self._installed = False
-        self._capture: Capture | None = None
 
     @property
     def cleared(self) -> bool:
@@ -49,26 +49,11 @@ class Edit:
         self._model._edits.clear([self])
 
     def __enter__(self) -> tuple[Tracer, Edit]:
-        self._capture = Capture.begin(sys._getframe(1), "model.edit")
+        self._begin(sys._getframe(1), "model.edit")
         return Tracer(self._model, None, {}, run=False), self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        capture, self._capture = self._capture, None
-        assert capture is not None
-        block = capture.finish(kind, error)
-        if block is None:
-            return False
-        try:
-            self._model._edits.install(self, block)
-        except BaseException as raised:
-            forget_skip(raised)
-            raise
-        return True
+    def _captured(self, block: Block, frame: FrameType) -> None:
+        self._model._edits.install(self, block)
 
     def __reduce__(self) -> Any:
         raise TypeError("an edit cannot be used inside a block: install and clear it outside")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from midstream.errors import (
@@ -16,13 +16,14 @@ from midstream.errors import (
 )
 from midstream.interleaving.caches import Cache  # its class has to be loaded when one comes home
 from midstream.modeling.vllm.arguments import check_settings
+from midstream.modeling.vllm.capturing import Capturing
 from midstream.modeling.vllm.data import Request, write
 from midstream.modeling.vllm.failures import report
 from midstream.modeling.vllm.invoke import Invoke
 from midstream.modeling.vllm.merging import merge
 from midstream.modeling.vllm.outputs import attach_edits, edit_records
 from midstream.modeling.vllm.unsupported import BARRIER
-from midstream.tracing import Block, Capture, Execution, bind, forget_skip
+from midstream.tracing import Block, Execution, bind
 from midstream.tracing.sharing import Sharing
 from midstream.tracing.shipping import write as write_block
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from midstream.modeling.vllm.model import VLLM
 
 
-class Tracer:
+class Tracer(Capturing):
     """What `model.trace(...)` gives.
 
     As a context manager it captures the body of its `with` statement, runs it in the engine, and
@@ -58,37 +59,18 @@ class Tracer:
         self._sharing = Sharing()
         self._outside: Mapping[str, Any] = {}
         self._collecting: dict[str, Any] | None = None
-        self._capture: Capture | None = None
-        self._frame: FrameType | None = None
         self.saves: dict[str, Any] = {}
         self.result: Any = None
 
     def __enter__(self) -> Tracer:
-        self._frame = sys._getframe(1)
-        self._capture = Capture.begin(self._frame, "model.trace")
+        self._begin(sys._getframe(1), "model.trace")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        capture, frame = self._capture, self._frame
-        self._capture = self._frame = None
-        assert capture is not None
-        assert frame is not None
-        block = capture.finish(kind, error)
-        if block is None:
-            return False
+    def _captured(self, block: Block, frame: FrameType) -> None:
         try:
             self._take(block)
-        except BaseException as raised:
-            forget_skip(raised)
-            raise
         finally:
             bind(frame, self.saves)
-        return True
 
     def _take(self, block: Block) -> None:
         """Run a captured block, or keep it; without a prompt it gives the trace its requests."""
