@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from midstream.interleaving.locations import Location
 from midstream.interleaving.snapshots import Snapshots
 from midstream.interleaving.structure import describe, flatten, same_shape
+
+if TYPE_CHECKING:
+    from midstream.interleaving.replays import WriteLog
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,8 @@ class Rows:
     stop: int
 
 
-Wrote = Callable[[int, int, torch.Tensor, bool], None]
-"""Told of a write: which leaf, how many rows, the value, and whether it replaced the tensor."""
+Misfit = Callable[[str, Any, Any], str]
+"""Text for a value that does not fit: of where, what was given, and what was expected."""
 Check = Callable[[int, torch.Tensor, Rows], None]
 """Called with a leaf's place, a tensor and the request's rows; raises if it must not be there."""
 
@@ -133,24 +136,33 @@ class Event:
                 cut(new, axis, rows.start, rows.stop).copy_(value)
         return new
 
-    def serve(self, rows: Rows, snapshots: Snapshots, wrote: Wrote | None = None) -> Served:
+    def serve(
+        self, rows: Rows, snapshots: Snapshots, location: Location, log: WriteLog | None = None
+    ) -> Served:
         """The event as one request sees it.
 
         Args:
             snapshots: what it reads is counted here.
-            wrote: called with what it writes.
+            location: where the event is.
+            log: what it writes is kept here.
         """
-        return Served(self, rows, self._build, snapshots, wrote)
+        return Served(self, rows, self._build, snapshots, location, log)
 
 
 class Served:
     """One event as one block sees it: its rows, and the way back for what it changes."""
 
     def __init__(
-        self, event: Event, rows: Rows, build: Any, snapshots: Snapshots, wrote: Wrote | None
+        self,
+        event: Event,
+        rows: Rows,
+        build: Any,
+        snapshots: Snapshots,
+        location: Location,
+        log: WriteLog | None,
     ):
         self._event, self._rows, self._build = event, rows, build
-        self._snapshots, self._wrote = snapshots, wrote
+        self._snapshots, self._location, self._log = snapshots, location, log
         self._mine: list[Any] | None = None
         self._versions: list[int] = []
         self._assigned: dict[int, torch.Tensor] = {}
@@ -175,21 +187,16 @@ class Served:
         event = self._event
         return self._build([event.live(i, self._rows) for i in range(len(event.leaves))])
 
-    def write(self, value: Any, where: str) -> None:
+    def write(self, value: Any, where: str, misfit: Misfit | None = None) -> None:
         """Replace the whole value.
+
+        Args:
+            misfit: makes the error's text, if it is to be another.
 
         Raises:
             ValueError: ``value`` has not the served structure and shapes.
         """
-        expected = self.expected()
-        if not same_shape(value, expected):
-            raise ValueError(
-                f"{where} was assigned {describe(value)}, but the model goes on with "
-                f"{describe(expected)}: a replacement must have the served shape. "
-                "To change some rows, write into them: `value[rows] = ...`."
-            )
-        for index, new in enumerate(flatten(value)[0]):
-            self._write_leaf(index, new, where)
+        self._write(value, self.expected(), where, misfit or _misfit)
 
     def read_first(self, where: str) -> Any:
         """The first argument of an input: the first positional, else the first keyword one.
@@ -205,13 +212,14 @@ class Served:
         Raises:
             ValueError: ``value`` has not the served structure and shapes.
         """
-        expected = _first_argument(self.expected(), where)
+        first = _first_argument(self.expected(), where)
+        self._write(value, first, where, _misfit_of_first)
+
+    def _write(self, value: Any, expected: Any, where: str, misfit: Misfit) -> None:
+        """Replace the leaves of what is expected, which come before all others."""
         if not same_shape(value, expected):
-            raise ValueError(
-                f"{where} was assigned {describe(value)}, but the module's first argument is "
-                f"{describe(expected)}: a replacement must have the served shape."
-            )
-        for index, new in enumerate(flatten(value)[0]):  # its leaves come before all others
+            raise ValueError(misfit(where, value, expected))
+        for index, new in enumerate(flatten(value)[0]):
             self._write_leaf(index, new, where)
 
     def _write_leaf(self, index: int, new: Any, where: str) -> None:
@@ -239,7 +247,7 @@ class Served:
         assigned = self._assigned.get(index)
         return self._event.copy(index, self._rows) if assigned is None else assigned
 
-    def settle(self, location: Location, visit: int) -> None:
+    def settle(self, visit: int) -> None:
         """Copy back what the block changed in place since it was served.
 
         A write that is refused is dropped: called again, this copies back what is left.
@@ -251,7 +259,7 @@ class Served:
         if self._mine is None:
             return
         if self._event.has_items:
-            self._refuse_new_items(location, visit)
+            self._refuse_new_items(visit)
         changed = [  # all before the first write: leaves of the model may share memory
             (index, mine)
             for index, mine in enumerate(self._mine)
@@ -259,24 +267,26 @@ class Served:
         ]
         for index, mine in changed:
             self._versions[index] = self._refused[index] = mine._version
-            self._refuse_shared(index, location.label(visit))
+            self._refuse_shared(index, self._location.label(visit))
             self._put(index, mine.detach(), replace=index in self._assigned)
             del self._refused[index]
 
     def _put(self, index: int, value: torch.Tensor, *, replace: bool) -> None:
         self._event.put(index, self._rows, value, replace=replace)
-        if self._wrote is not None:
-            self._wrote(index, self._rows.stop - self._rows.start, value, replace)
+        if self._log is not None:
+            rows = self._rows.stop - self._rows.start
+            self._log.add(self._location, index, rows, value, replace=replace)
 
-    def _refuse_new_items(self, location: Location, visit: int) -> None:
+    def _refuse_new_items(self, visit: int) -> None:
         own = {id(leaf) for leaf in self._mine or ()}
         for leaf in flatten(self._shown)[0]:
             if isinstance(leaf, torch.Tensor) and id(leaf) not in own:
                 self._shown = self._build(self._mine or [])
-                side = "inputs" if location.side == "input" else location.side
+                side, where = self._location.side, self._location.label(visit)
+                side = "inputs" if side == "input" else side
                 raise ValueError(
                     f"A tensor {describe(leaf)} was put into the list or dictionary that "
-                    f"{location.label(visit)} was read as, which the model does not see. Assign "
+                    f"{where} was read as, which the model does not see. Assign "
                     f"the whole value to `.{side}`, or write into its tensor: `value[:] = ...`."
                 )
 
@@ -299,6 +309,21 @@ class Served:
                 f"{where} holds a tensor {describe(self._event.leaves[index])} without a row per "
                 "token: all requests of the step share it, so no block may change it."
             )
+
+
+def _misfit(where: str, value: Any, expected: Any) -> str:
+    return (
+        f"{where} was assigned {describe(value)}, but the model goes on with "
+        f"{describe(expected)}: a replacement must have the served shape. "
+        "To change some rows, write into them: `value[rows] = ...`."
+    )
+
+
+def _misfit_of_first(where: str, value: Any, expected: Any) -> str:
+    return (
+        f"{where} was assigned {describe(value)}, but the module's first argument is "
+        f"{describe(expected)}: a replacement must have the served shape."
+    )
 
 
 def _first_argument(arguments: tuple[tuple[Any, ...], dict[str, Any]], where: str) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +18,11 @@ import torch
 from midstream.errors import OutOfOrderError
 from midstream.interleaving.events import Check, Event, Rows, Served
 from midstream.interleaving.indices import IndexCheck, Limit
-from midstream.interleaving.locations import ENGINE_ORDER, LOGITS, SAMPLES, Location
+from midstream.interleaving.locations import ENGINE_ORDER, LOGITS, SAMPLES, SKIP, Location
 from midstream.interleaving.recording import Recordings
-from midstream.interleaving.replays import Replay, Replays, place_of
+from midstream.interleaving.replays import Replay, Replays
 from midstream.interleaving.run import EXCHANGE, Run
-from midstream.interleaving.skips import SKIP, Skips
+from midstream.interleaving.skips import Skips
 from midstream.interleaving.source import Sources
 
 
@@ -91,7 +90,7 @@ class Interleaver:
             EXCHANGE.give(None)
         for location in self._replays.begin(replays):
             self._expect(location)
-        self._learning = self._observing = self.wants_modules and not self._learned
+        self._learning = self._observing = not self._learned and self.wants_modules
 
     def _begin(self, run: Run) -> None:
         run.interleaver = self
@@ -190,7 +189,7 @@ class Interleaver:
         self._pass(location)
         runs = self._waiting.pop(location, None)
         if location in self._replays:
-            value = self._replays.apply(location, value, self._event)
+            value = self._replays.apply(location, value, self._event, self._sizes)
         if not runs:
             return value
         if rows is None:
@@ -200,16 +199,23 @@ class Interleaver:
         self._current = location
         if self._limit is not None and location.side == "input" and location.within is None:
             check = IndexCheck(self._modules[location.path], value, self._limit)
-        is_models = self._sources.is_models if location.within is not None else None
         for together in _in_turns(runs) if self._in_turns else (runs,):
-            event = Event(value, sizes, [rows[run] for run in together], check, is_models)
+            event = self._event(location, value, [rows[run] for run in together], sizes, check)
             for run in together:
                 self._serve(run, location, event, rows[run])
             value = event.result()
         return value
 
-    def _event(self, value: Any, spans: Sequence[Rows]) -> Event:
-        return Event(value, self._sizes, spans, None, self._sources.is_models)
+    def _event(
+        self,
+        location: Location,
+        value: Any,
+        spans: Sequence[Rows],
+        sizes: Sequence[int],
+        check: Check | None = None,
+    ) -> Event:
+        is_models = self._sources.is_models if location.within is not None else None
+        return Event(value, sizes, spans, check, is_models)
 
     def enter(self, path: str, call: Any) -> Any:
         """Offer what a module is called with, ``(args, kwargs)``, to the blocks that wait.
@@ -254,15 +260,13 @@ class Interleaver:
 
     def _serve(self, run: Run, location: Location, event: Event, rows: Rows) -> None:
         """Give one block its rows, let it execute, and take back what it changed."""
-        log = run.log if self._logged else None
-        wrote = partial(log.add, place_of(location)) if log is not None else None
-        served = event.serve(rows, run.snapshots, wrote)
+        served = event.serve(rows, run.snapshots, location, run.log if self._logged else None)
         run.served = {location: served}
         try:
             run.resume()
             # a block that catches the error of a write is still here, and may write again
             for tries_left in reversed(range(_TRIES)):
-                error = _settled(served, location, run)
+                error = _settled(served, run)
                 if error is None:
                     break
                 run.resume(error) if tries_left and not run.done else run.fail(error)
@@ -562,10 +566,10 @@ def _in_turns(runs: Sequence[Run]) -> list[list[Run]]:
     return [turns[turn] for turn in sorted(turns)]
 
 
-def _settled(served: Served, location: Location, run: Run) -> Exception | None:
+def _settled(served: Served, run: Run) -> Exception | None:
     """Copy back what a block changed; the error of a write that failed is the block's."""
     try:
-        served.settle(location, run.visit)
+        served.settle(run.visit)
     except Exception as error:  # noqa: BLE001  # a failed copy is the block's error, never the engine's
         if run.marks is not None:
             place = f'File "{run.marks.file}", line {run.marks.line}'

@@ -28,6 +28,9 @@ class Location(NamedTuple):
         return f"{self.name}.i{visit}"
 
 
+SKIP = "skip"
+"""Side of the place where a block waits to have its value taken for a module's output."""
+
 LOGITS = Location("", "logits")
 SAMPLES = Location("", "samples")
 

@@ -14,12 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from midstream.interleaving.events import Event, Rows, cut
-from midstream.interleaving.locations import Location
-
-
-def place_of(location: Location) -> Location:
-    """Where a write lands: what stands for a skipped module's output is its output."""
-    return location._replace(side="output") if location.side == "skip" else location
+from midstream.interleaving.locations import SKIP, Location
 
 
 class Write(NamedTuple):
@@ -51,11 +46,12 @@ class WriteLog:
         self.writes: dict[Location, list[Write]] = {}
 
     def add(
-        self, location: Location, leaf: int, rows: int, value: torch.Tensor, replace: bool
+        self, location: Location, leaf: int, rows: int, value: torch.Tensor, *, replace: bool
     ) -> None:
         """Keep a copy of what was written.
 
         Args:
+            location: where; what stands for a skipped module's output is kept as its output.
             leaf: which of the location's leaves.
             rows: how many rows it has.
             replace: see ``Event.put``.
@@ -68,6 +64,8 @@ class WriteLog:
             self.writes.clear()
             return
         kept = Write(leaf, self.first, rows, value.clone(), replace)
+        if location.side == SKIP:
+            location = location._replace(side="output")
         self.writes.setdefault(location, []).append(kept)
 
     def __bool__(self) -> bool:
@@ -127,18 +125,23 @@ class Replays:
         return bool(self._locations)
 
     def apply(
-        self, location: Location, value: Any, make: Callable[[Any, Sequence[Rows]], Event]
+        self,
+        location: Location,
+        value: Any,
+        make: Callable[[Location, Any, Sequence[Rows], Sequence[int]], Event],
+        sizes: Sequence[int],
     ) -> Any:
         """A value with what is to be written again in it.
 
         Args:
-            make: gives the event of a value for the rows of some requests.
+            make: gives the event of a location's value for the rows of some requests.
+            sizes: as in ``Event``.
         """
         for replay in self._all:
             if location not in replay.log.writes:
                 continue
             try:
-                event = make(value, [replay.rows])
+                event = make(location, value, [replay.rows], sizes)
                 replay.apply(event, location)
                 value = event.result()
             except Exception as error:  # noqa: BLE001  # it is that request's, never the engine's

@@ -14,15 +14,11 @@ import torch
 
 from midstream.errors import NotInTraceError, OutOfOrderError
 from midstream.interleaving.events import Rows, row_axis
-from midstream.interleaving.locations import Location
+from midstream.interleaving.locations import SKIP, Location
 from midstream.interleaving.structure import PLAIN, describe, flatten, same_shape
 
 if TYPE_CHECKING:
-    from midstream.interleaving.events import Served
     from midstream.interleaving.run import Run
-
-SKIP = "skip"
-"""Side of the place where a block waits to have its value taken for a module's output."""
 
 
 def skip(run: Run, path: str, value: Any) -> None:
@@ -38,20 +34,14 @@ def skip(run: Run, path: str, value: Any) -> None:
     interleaver.check_skip(run, location)
     interleaver.skips.values.setdefault(run, {})[path] = value
     try:
-        _write(run.at(location), value, location.label(run.visit))
+        run.at(location).write(value, location.label(run.visit), _misfit)
     except BaseException:
         interleaver.skips.withdraw(run, path)
         raise
 
 
-def _write(served: Served, value: Any, where: str) -> None:
-    expected = served.expected()
-    if not same_shape(value, expected):
-        raise ValueError(_misfit(where, value, expected))
-    served.write(value, where)
-
-
 def _misfit(where: str, value: Any, expected: Any) -> str:
+    """The error's text for what cannot stand for an output."""
     several = isinstance(expected, tuple | list)
     advice = " Give it all of its parts, as `module.output` shows them." if several else ""
     return (
