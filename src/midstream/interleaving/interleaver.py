@@ -18,8 +18,10 @@ import torch
 from midstream.errors import OutOfOrderError
 from midstream.interleaving.events import Check, Event, Rows, Served
 from midstream.interleaving.indices import IndexCheck, Limit
-from midstream.interleaving.locations import ENGINE_ORDER, LOGITS, SAMPLES, SKIP, Location
+from midstream.interleaving.locations import ENGINE_ORDER, SKIP, Location
+from midstream.interleaving.order import Order
 from midstream.interleaving.recording import Recordings
+from midstream.interleaving.replacing import Replacing
 from midstream.interleaving.replays import Replay, Replays
 from midstream.interleaving.run import EXCHANGE, Run
 from midstream.interleaving.skips import Skips
@@ -36,6 +38,8 @@ class Interleaver:
 
     Attributes:
         skips: what blocks skip in the step under way.
+        order: in which order the model meets its locations, and how far the step has got.
+        replacing: the modules whose forward is another one in the step.
     """
 
     def __init__(
@@ -47,23 +51,15 @@ class Interleaver:
         self._modules, self._limit = modules, limit
         self.skips = Skips(always)
         self._skipping = self.skips.values
-        self._order: dict[Location, int] = {}
-        self._learned = False  # whether the order of modules is known
-        self._learning = False  # whether this step shows it
+        self.order = Order(modules)
+        self.replacing = Replacing(modules, self._traced)
         self._waiting: dict[Location, list[Run]] = {}
         self._rows: Mapping[Run, Rows] = {}
         self._sizes: Sequence[int] = ()
-        self._position = -1
-        self._passed: set[Location] = set()
-        self._replaced: dict[str, tuple[torch.nn.Module, Any]] = {}
-        self._made: dict[str, tuple[Any, Callable[..., Any]]] = {}
-        self._around: dict[Location, list[str]] = {}
         self._recording = Recordings()
         self._paused = False
         self._sources = Sources(self)
-        self._charting: str | None = None  # whose operations this call shows the order of
         self._observing = False  # whether every call is handed over, wanted or not
-        self._current: Location | None = None
         self._in_turns = False  # whether a request has several blocks
         self._replays, self._logged = Replays(), False
         self.in_forward = False
@@ -76,8 +72,7 @@ class Interleaver:
         Args:
             replays: rows that are run anew, with what blocks once wrote there.
         """
-        self._position, self._current = -1, None
-        self._passed.clear()
+        self.order.begin_step()
         self._sources.begin_step()
         self.in_step = self.starting = True
         self._in_turns = any(run.turn for run in runs)
@@ -90,7 +85,8 @@ class Interleaver:
             EXCHANGE.give(None)
         for location in self._replays.begin(replays):
             self._expect(location)
-        self._learning = self._observing = not self._learned and self.wants_modules
+        self.order.learning = not self.order.known and self.wants_modules
+        self._observing = self.order.learning
 
     def _begin(self, run: Run) -> None:
         run.interleaver = self
@@ -103,7 +99,7 @@ class Interleaver:
         """Have a location handed over though no block waits for it."""
         self._waiting.setdefault(location, [])
         if location.within is not None:
-            self._sources.wanted.update(self._paths(location))
+            self._sources.wanted.update(self.order.paths(location))
 
     @property
     def wants_modules(self) -> bool:
@@ -135,11 +131,11 @@ class Interleaver:
         self._logged = logged
         try:
             for path in self._paths_to_replace():
-                self._replace(path)
+                self.replacing.replace(path)
             yield
         finally:
             self.in_forward = self._logged = False
-            self._restore()
+            self.replacing.restore()
             EXCHANGE.give(None)
 
     def finish_step(self, *, learned: bool = True) -> None:
@@ -149,8 +145,8 @@ class Interleaver:
             learned: whether the step ran all its phases, so that the order of modules is known.
         """
         waiting, self._waiting = self._waiting, {}
-        self._learned = self._learned or (learned and self._learning)
-        self._learning = self._observing = False
+        self.order.finish_step(learned=learned)
+        self._observing = False
         self.in_step = False  # a block that catches the error and asks again is refused at once
         for location, runs in waiting.items():
             for run in runs:
@@ -166,7 +162,7 @@ class Interleaver:
     @property
     def has_sampled(self) -> bool:
         """Whether the step's tokens have been drawn."""
-        return self.in_step and self._position >= ENGINE_ORDER[SAMPLES]
+        return self.in_step and self.order.has_sampled
 
     def hand_over(
         self,
@@ -186,7 +182,7 @@ class Interleaver:
         Returns:
             The value the model goes on with.
         """
-        self._pass(location)
+        self.order.reach(location)
         runs = self._waiting.pop(location, None)
         if location in self._replays:
             value = self._replays.apply(location, value, self._event, self._sizes)
@@ -196,7 +192,7 @@ class Interleaver:
             rows, sizes = self._rows, self._sizes
         if self._skipping and not (runs := self._seeing(location, runs, rows)):
             return value
-        self._current = location
+        self.order.current = location
         if self._limit is not None and location.side == "input" and location.within is None:
             check = IndexCheck(self._modules[location.path], value, self._limit)
         for together in _in_turns(runs) if self._in_turns else (runs,):
@@ -245,7 +241,7 @@ class Interleaver:
         """Keep a value, as all blocks have left it, for those that record it."""
         runs = self._recording.runs(location.path)
         hidden = (
-            self.skips.hidden_from(runs, location, self._rows, self._order)
+            self.skips.hidden_from(runs, location, self._rows, self.order.places)
             if self._skipping
             else ()
         )
@@ -253,7 +249,7 @@ class Interleaver:
 
     def _seeing(self, location: Location, runs: list[Run], rows: Mapping[Run, Rows]) -> list[Run]:
         """Of the blocks that wait, those whose request does not skip what is around."""
-        hidden = self.skips.hidden_from(runs, location, rows, self._order)
+        hidden = self.skips.hidden_from(runs, location, rows, self.order.places)
         if hidden:
             self._waiting[location] = hidden
         return [run for run in runs if run not in hidden]
@@ -285,10 +281,10 @@ class Interleaver:
     def _wait(self, run: Run, location: Location) -> None:
         self._waiting.setdefault(location, []).append(run)
         if run.uses_source and location not in ENGINE_ORDER:
-            self._sources.wanted.update(self._paths(location))
-        if self.in_forward and not self._learning and location not in ENGINE_ORDER:
-            for path in self._paths(location):
-                self._replace(path)
+            self._sources.wanted.update(self.order.paths(location))
+        if self.in_forward and not self.order.learning and location not in ENGINE_ORDER:
+            for path in self.order.paths(location):
+                self.replacing.replace(path)
 
     def check(self, run: Run, location: Location) -> None:
         """Refuse a location that this step has passed.
@@ -301,13 +297,11 @@ class Interleaver:
                 f"'{location.label(run.visit)}' was requested after the forward pass ended."
             )
         if self._skipping:
-            self.skips.refuse_inner(run, location, self._order)
+            self.skips.refuse_inner(run, location, self.order.places)
             if location.side == SKIP:  # it has been checked, see `check_skip`
                 return
-        index, late = ENGINE_ORDER.get(location, self._order.get(location)), ""
-        if index is None:  # wherever it is, it comes before what it is part of has ended
-            index = self._end_of(location.within) - 1
-        if location not in self._passed and index > self._position:
+        late = ""
+        if not self.order.has_passed(location):
             if location.within is None:
                 return
             run.uses_source = True
@@ -322,10 +316,9 @@ class Interleaver:
         Raises:
             OutOfOrderError: naming the location and where the block stands.
         """
-        self._place_skip(location)
+        self.order.place_skip(location)
         entry = Location(location.path, "input")
-        index = self._order.get(entry, ENGINE_ORDER[LOGITS] - 1)
-        if entry not in run.served and (entry in self._passed or index <= self._position):
+        if entry not in run.served and self.order.has_passed(entry):
             raise self._out_of_order(run, location)
 
     def _out_of_order(self, run: Run, location: Location, late: str = "") -> OutOfOrderError:
@@ -337,46 +330,6 @@ class Interleaver:
             )
         return OutOfOrderError(f"{text}.{late}")
 
-    def _end_of(self, owner: str | None) -> int:
-        """Position at which a module or operation ends; None is the whole forward."""
-        if owner is None:
-            return ENGINE_ORDER[LOGITS]
-        outer = self.owner(owner)
-        leave = Location(owner, "output", outer)
-        if leave in self._passed:
-            return -1
-        index = self._order.get(leave)
-        return self._end_of(outer) - 1 if index is None else index
-
-    def _place_skip(self, location: Location) -> None:
-        """Give a skip its place in the order: behind all that is in the module."""
-        leave = self._order.get(Location(location.path, "output"))
-        if leave is not None:
-            self._order.setdefault(location, leave - 1)
-
-    def _pass(self, location: Location) -> None:
-        index = ENGINE_ORDER.get(location, self._order.get(location))
-        if index is None:
-            index = self._learn(location)
-        if index is None:  # a module the first step did not call: its place in the order is unknown
-            self._passed.add(location)
-        else:
-            self._position = max(self._position, index)
-
-    def _learn(self, location: Location) -> int | None:
-        """The place of a location met for the first time; None where this step does not show it.
-
-        Operations get places between those of the modules around them, every second one, so that
-        what happens inside an operation has a place too.
-        """
-        if location.within is None:
-            index = len(self._order) << 20 if self._learning else None
-        else:
-            index = self._position + 2 if location.within == self._charting else None
-        if index is not None:
-            self._order[location] = index
-        return index
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let modules run untraced, for a call that a block makes itself."""
@@ -387,66 +340,17 @@ class Interleaver:
             self._paused = before
 
     def _paths_to_replace(self) -> list[str]:
-        if self._learning:
+        if self.order.learning:
             return list(self._modules)
         wanted = [location for location in self._waiting if location not in ENGINE_ORDER]
-        around = [path for location in wanted for path in self._paths(location)]
+        around = [path for location in wanted for path in self.order.paths(location)]
         return [*around, *self._recording]
-
-    def _paths(self, location: Location) -> list[str]:
-        """The location's module, and those whose call is under way when it is reached.
-
-        A block that was given the one may go on to the output of the others, and a call that is
-        under way can no longer be replaced.
-        """
-        found = self._around.get(location)
-        if found is None:
-            if location.within is None:
-                found = [location.path, *self._callers(location)]
-            else:
-                outer = Location(location.within, "input", self.owner(location.within))
-                found = [location.within, *self._paths(outer)]
-            if self._learned:
-                self._around[location] = found
-        return found
-
-    def _callers(self, location: Location) -> list[str]:
-        order, index = self._order, self._order.get(location)
-        if index is None or not self._learned:  # not called in the first step: as the tree has it
-            parts = location.path.split(".")
-            return [".".join(parts[:count]) for count in range(len(parts))]
-        return [
-            path
-            for path in self._modules
-            if order.get(Location(path, "input"), index) < index
-            and index < order.get(Location(path, "output"), index)
-        ]
-
-    def _replace(self, path: str) -> None:
-        module = self._modules.get(path)
-        if module is None or path in self._replaced:
-            return
-        # into the instance's dictionary: a module's own attribute setter takes microseconds
-        own = module.__dict__.get("forward")
-        self._replaced[path] = (module, own)
-        made = self._made.get(path)  # wrapping anew in every step would cost as much as a visit
-        if made is None or made[0] is not own:
-            made = self._made[path] = (own, self._traced(path, module.forward))
-        module.__dict__["forward"] = made[1]
 
     def call(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a module's forward; with its operations handed over if a block may ask for them."""
         if path in self._sources.wanted:
             return self._sources.call(path, forward, args, kwargs)
         return forward(*args, **kwargs)
-
-    def _restore(self) -> None:
-        for module, own in self._replaced.values():
-            if own is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = own
-        self._replaced.clear()
 
     def _traced(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         entry, leave = Location(path, "input"), Location(path, "output")
@@ -465,7 +369,7 @@ class Interleaver:
                 value = self._sources.call(path, forward, args, kwargs)
             else:
                 value = forward(*args, **kwargs)
-            if self._learning:
+            if self.order.learning:
                 self.skips.learn(path, value, self._sizes)
             if leave in self._waiting or self._observing:
                 value = self.hand_over(leave, value)
@@ -484,7 +388,7 @@ class Interleaver:
         if not runs:
             return self.call(path, forward, args, kwargs)
         value = None
-        if not self._learning:
+        if not self.order.learning:
             value = self.skips.stand_in(path, runs, (args, kwargs), self._rows, self._sizes)
         if value is None:
             value = self.call(path, forward, args, kwargs)
@@ -508,26 +412,6 @@ class Interleaver:
         """Bounds of the indices that modules look up."""
         return self._limit
 
-    def owner(self, path: str) -> str | None:
-        """What an operation's path lies within; None for a module's path."""
-        if path in self._modules:
-            return None
-        return f".{path}".rpartition(".source.")[0][1:]
-
-    def forward_of(self, path: str) -> Callable[..., Any]:
-        """A module's own forward, whatever stands in its place during a step."""
-        module, own = self._replaced.get(path, (self._modules[path], None))
-        if own is not None or path not in self._replaced:
-            return own or module.forward
-        return type(module).forward.__get__(module)  # type: ignore[no-any-return]
-
-    def has_begun(self, owner: str) -> bool:
-        """Whether a module or operation was entered in this step, before the present hand-over."""
-        entry = Location(owner, "input", self.owner(owner))
-        if entry == self._current:
-            return False
-        return entry in self._passed or self._order.get(entry, self._position) < self._position
-
     def refuse(self, location: Location, error: Exception) -> None:
         """Raise an error in the blocks that wait for a location."""
         for run in self._waiting.pop(location, ()):
@@ -537,18 +421,18 @@ class Interleaver:
     @contextmanager
     def charting(self, owner: str, *, known: bool) -> Iterator[None]:
         """A call of an instrumented function; the first one shows the order of its operations."""
-        entry = Location(owner, "input", self.owner(owner))
-        before = self._charting, self._observing
-        self._pass(entry)
-        if not known and entry.within is None and self._order.get(entry) == self._position:
-            self._charting, self._observing = owner, True
+        order, entry = self.order, self.order.entry_of(owner)
+        before = order.charting, self._observing
+        order.reach(entry)
+        if not known and entry.within is None and order.is_at(entry):
+            order.charting, self._observing = owner, True
             for path in self._modules:
                 if not owner or path.startswith(f"{owner}."):
-                    self._replace(path)
+                    self.replacing.replace(path)
         try:
             yield
         finally:
-            self._charting, self._observing = before
+            order.charting, self._observing = before
 
 
 _TRIES = 100

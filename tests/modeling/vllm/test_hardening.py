@@ -105,8 +105,9 @@ def test_module_after_logits_is_refused_at_once_by_a_new_engine(llama: Any) -> N
     (O8).
     """
     interleaver = runner_of(llama).blocks.interleaver
-    known = interleaver._order, interleaver._learned
-    interleaver._order, interleaver._learned = {}, False
+    order = interleaver.order
+    known = order.places, order.known
+    order.places, order.known = {}, False
     try:
         with (
             pytest.raises(InterventionError, match="already ran past it.*logits.i0"),
@@ -115,4 +116,4 @@ def test_module_after_logits_is_refused_at_once_by_a_new_engine(llama: Any) -> N
             llama.logits
             llama.model.layers[0].output
     finally:
-        interleaver._order, interleaver._learned = known
+        order.places, order.known = known

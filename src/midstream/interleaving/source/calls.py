@@ -127,7 +127,7 @@ class Sources:
             instrumented = Instrumented(owner, value)
         except Exception as error:  # noqa: BLE001  # it is the blocks' error, never the engine's
             self._refuse(error, self._waiting(owner))
-        if self._interleaver.owner(owner) is None:
+        if self._interleaver.order.owner(owner) is None:
             self._prepared[owner] = value, instrumented
         return instrumented
 
@@ -163,7 +163,7 @@ class Sources:
         owner = location.within
         while owner is not None:
             instrumented = self._inside.get(owner)
-            if instrumented is None and self._interleaver.has_begun(owner):
+            if instrumented is None and self._interleaver.order.has_begun(owner):
                 return (
                     f" '{owner or 'model'}' has begun without its operations, since nothing asked "
                     "for them before. Write its `.source` on a line of its own at the beginning "
@@ -173,7 +173,7 @@ class Sources:
                 error = self._unknown(location, instrumented)
                 if error is not None:
                     raise error
-            owner = self._interleaver.owner(owner)
+            owner = self._interleaver.order.owner(owner)
         return ""
 
     def _unknown(self, location: Location, instrumented: Instrumented) -> AttributeError | None:

@@ -202,7 +202,7 @@ def source_of(node: Node, run: Run | None) -> Source:
     if run is not None:
         run.uses_source = True
         if run.interleaver is not None:
-            forward = run.interleaver.forward_of(node.path)
+            forward = run.interleaver.replacing.forward_of(node.path)
     what = f"The forward of {describe_owner(node.path)} ({type(node._module).__name__})"
     return Source(node._tree, node.path, find_function(forward, what), what)
 
