@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from tests.support.device import TOLERANCE
+
 __all__ = ["assert_close", "relative_error"]
 
 GUARD = 10.0
@@ -25,7 +27,7 @@ def relative_error(a: Any, b: Any) -> float:
     return float(torch.tensor(errors).max()) if errors else 0.0
 
 
-def assert_close(got: Any, right: Any, wrong: Any, tol: float = 1e-4) -> None:
+def assert_close(got: Any, right: Any, wrong: Any, tol: float = TOLERANCE) -> None:
     """Assert that `got` is `right` within `tol`, having shown that the test could fail.
 
     `wrong` is what a known mistake would give: it must be at least ten tolerances away from

@@ -19,6 +19,7 @@ from midstream.errors import OutOfOrderError
 from midstream.interleaving.events import Check, Event, Rows, Served
 from midstream.interleaving.indices import IndexCheck, Limit
 from midstream.interleaving.locations import ENGINE_ORDER, SKIP, Location
+from midstream.interleaving.notes import annotate
 from midstream.interleaving.order import Order
 from midstream.interleaving.recording import Recordings
 from midstream.interleaving.replacing import Replacing
@@ -457,6 +458,6 @@ def _settled(served: Served, run: Run) -> Exception | None:
     except Exception as error:  # noqa: BLE001  # a failed copy is the block's error, never the engine's
         if run.marks is not None:
             place = f'File "{run.marks.file}", line {run.marks.line}'
-            error.add_note(f"Met in the value that was read at {place}.")
+            annotate(error, f"Met in the value that was read at {place}.")
         return error
     return None

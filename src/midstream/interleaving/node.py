@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     from midstream.interleaving.source import Source
 
 _SERVED = ("output", "input", "inputs", "source", "skip", "get", "named_modules", "modules")
+
+_HOOKED_CALL = (
+    "`hook=True` is not supported: a module that a block calls runs beside the forward pass, and "
+    "no location in it is served. Use what the call returns; for what is inside, call the parts "
+    "one after the other."
+)
 
 
 class Node:
@@ -124,9 +131,12 @@ class Node:
         Tensors are copied first: kernels that work in place must not change the block's values.
 
         Raises:
-            UnsupportedError: the module cannot be run beside the forward pass.
+            UnsupportedError: the module cannot be run beside the forward pass; or ``hook=True``,
+                which asks for what no call in a block has, locations that are served.
         """
         run = self._tree.run(self, "a call")
+        if kwargs.get("hook") is True and not _takes(self._module, "hook"):
+            raise UnsupportedError(_HOOKED_CALL)
         if self._path in self._tree.uncallable:
             raise UnsupportedError(
                 f"'{self._path or 'model'}' cannot be called in a block: "
@@ -305,6 +315,11 @@ class Tree:
     def run(self, node: Node, what: str) -> Any:
         """The executing block's run."""
         return current_run(f"`{what}` of '{node.path or 'model'}'")
+
+
+def _takes(module: torch.nn.Module, name: str) -> bool:
+    """Whether the module's forward has a parameter of that name."""
+    return name in inspect.signature(module.forward).parameters
 
 
 def _mounted(name: str, path: str) -> str:

@@ -16,6 +16,7 @@ from midstream.interleaving.frames import user_frame, user_line
 from midstream.interleaving.generators import Exchange, Generators
 from midstream.interleaving.locations import Location
 from midstream.interleaving.modes import BlockModes
+from midstream.interleaving.notes import advise
 from midstream.interleaving.printing import Notice, Output
 from midstream.interleaving.snapshots import Snapshots
 from midstream.interleaving.watchdog import ATTEMPTS, WATCHDOG, Clock, TimeUp
@@ -273,6 +274,7 @@ class Run:
                 self.overrun.__traceback__ = up.__traceback__
         except BaseException as error:  # noqa: BLE001  # a block may raise anything, and the engine lives on
             self.error = error
+            advise(error)
 
     def close(self, *, may_wait: bool = False) -> None:
         """Tell the block that its request has ended: loops over steps end, and the rest runs.

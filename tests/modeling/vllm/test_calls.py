@@ -16,7 +16,6 @@ from tests.support.oracle import Oracle
 
 NAMES = tuple(CHECKPOINTS)
 GREEDY = {"temperature": 0.0, "max_tokens": 1}
-TOLERANCE = 1e-4
 Oracles = Callable[[str], Oracle]
 
 

@@ -20,6 +20,7 @@ from tests.conftest import TINY
 from tests.modeling.vllm.conftest import Neighbour, live, model_of, place, runner_of
 from tests.support.changes import add_vector, scale_layer, zero_mlp
 from tests.support.checkpoints import LONG, A, B, C
+from tests.support.device import DEVICE
 from tests.support.oracle import Oracle, assert_close
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -144,7 +145,7 @@ def test_neighbours_of_an_edited_request_share_no_rows(model: Any, hf: Oracle) -
     vector = torch.linspace(-3, 3, 128)
     with model.edit(name="steer") as (tracer, _):
         for _ in tracer.all():
-            model.model.layers[1].output[0][:] += vector
+            model.model.layers[1].output[0][:] += vector.to(DEVICE)
     halve(model, name="halve")
     steered = [add_vector(1, vector)]
     wanted = [

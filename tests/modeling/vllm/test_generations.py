@@ -9,6 +9,7 @@ import torch
 
 from tests.support.checkpoints import EOS, A, B
 from tests.support.compare import assert_close
+from tests.support.device import DEVICE
 from tests.support.oracle import Oracle, add_vector
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -53,7 +54,7 @@ def test_chosen_positions_are_those_of_the_prompt(llama: Any, hf: Oracle) -> Non
             with tracer.invoke(ids):
                 hidden = llama.model.layers[1].output[0]
                 before = hidden.clone()
-                hidden[positions] += VECTOR
+                hidden[positions] += VECTOR.to(DEVICE)
                 changed = (before != hidden).any(1).nonzero().flatten().tolist().save()
     assert changed == [[1], [0, 2]]
     for ids, positions, result in zip((A, B), ([1], [0, 2]), tracer.result, strict=True):
@@ -66,7 +67,7 @@ def test_last_prompt_token_alone_is_steered(llama: Any, hf: Oracle) -> None:
     with llama.trace(A, max_tokens=1, **GREEDY):
         hidden, residual = llama.model.layers[1].output
         before = (hidden + residual).save()
-        hidden[-1] += VECTOR
+        hidden[-1] += VECTOR.to(DEVICE)
         after = llama.model.layers[2].input_layernorm.output[1].save()
         logits = llama.logits.save()
     assert torch.equal(before[:-1], after[:-1])

@@ -55,6 +55,20 @@ def test_an_exception_that_cannot_be_shown_leaves_the_engine_alone(serving: Any,
         serving.trace(A, block=block, **SETTINGS)
 
 
+def test_an_edits_error_may_take_no_notes(serving: Any) -> None:
+    """Which edit failed cannot be noted on it; the request still ends, and the engine goes on."""
+
+    def block(model: Any, tracer: Any) -> None:
+        raise odd_notes()
+
+    serving.edit(block=block)
+    try:
+        with pytest.raises(InterventionError, match="noted"):
+            serving.trace(A, block=lambda model, tracer: None, **SETTINGS)
+    finally:
+        serving.clear_edits()
+
+
 @pytest.mark.parametrize("value", [10**7, -5])
 @pytest.mark.parametrize(
     "path", ["", "model", "model.embed_tokens", "model.layers.0.self_attn.rotary_emb"]

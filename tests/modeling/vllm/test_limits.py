@@ -19,6 +19,7 @@ from midstream.modeling.vllm.payloads import OnDevice
 from tests.conftest import TINY
 from tests.modeling.vllm.conftest import Neighbour, live, place, plain_tokens, runner_of
 from tests.support.checkpoints import A, B, C, checkpoint
+from tests.support.device import ON_GPU
 
 SETTINGS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4}
 LIMITS = {"block_timeout": 0.6, "max_save_bytes": 100_000, "max_snapshot_bytes": 40_000}
@@ -195,7 +196,7 @@ def test_values_that_a_block_keeps(narrow: Any) -> None:
         for _ in tracer.all():
             for layer in narrow.model.layers:
                 hidden, stream = layer.output  # keeps
-                kept.append((hidden.detach()[:1], stream.numpy()))
+                kept.append((hidden.detach()[:1], stream if ON_GPU else stream.numpy()))
     assert place(__file__, "keeps") in str(caught.value)
     assert 2 < len(tracer.result.outputs[0].token_ids) < 15
 

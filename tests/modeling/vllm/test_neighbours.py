@@ -12,6 +12,7 @@ from midstream.errors import InterventionError
 from tests.modeling.vllm.conftest import Neighbour, plain_tokens
 from tests.support.checkpoints import LONG, A, B
 from tests.support.compare import assert_close
+from tests.support.device import DEVICE
 from tests.support.oracle import (
     Oracle,
     add_vector,
@@ -65,7 +66,7 @@ def test_traced_request_is_alone_in_its_rows(llama: Any, hf: Oracle) -> None:
     other = Neighbour(llama, B, max_tokens=8)
     with llama.trace(A, **GREEDY) as tracer:
         given = llama.model.embed_tokens.input.save()
-        llama.model.layers[1].output[0][[1, 3]] += VECTOR
+        llama.model.layers[1].output[0][[1, 3]] += VECTOR.to(DEVICE)
         logits = llama.logits.save()
     other.tokens()
     right = hf.generate(A, 4, changes=[add_vector(1, VECTOR, [1, 3])], when="prefill")
@@ -87,7 +88,7 @@ def _cached(model: Any, ids: list[int]) -> tuple[list[int], int]:
 
 def _steer(model: Any, ids: list[int]) -> Any:
     with model.trace(ids, temperature=0.0, max_tokens=4) as tracer:
-        model.model.layers[0].output[0][:] += 10 * VECTOR
+        model.model.layers[0].output[0][:] += 10 * VECTOR.to(DEVICE)
         rows = len(model.model.layers[1].output[0]).save()
     return list(tracer.result.outputs[0].token_ids), tracer.result.num_cached_tokens, rows
 

@@ -11,11 +11,11 @@ import pytest
 from midstream.interleaving.structure import flatten
 from tests.support.checkpoints import CHECKPOINTS, B, C
 from tests.support.compare import GUARD, assert_close, relative_error
+from tests.support.device import TOLERANCE
 from tests.support.oracle import Oracle
 
 NAMES = tuple(CHECKPOINTS)
 GREEDY = {"temperature": 0.0, "max_tokens": 1}
-TOLERANCE = 1e-4
 Oracles = Callable[[str], Oracle]
 
 

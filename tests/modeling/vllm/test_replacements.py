@@ -12,6 +12,7 @@ from midstream.errors import InterventionError
 from tests.modeling.vllm.conftest import place, plain_tokens
 from tests.support.checkpoints import A
 from tests.support.compare import assert_close
+from tests.support.device import DEVICE
 from tests.support.oracle import (
     Oracle,
     replace_layer,
@@ -55,7 +56,7 @@ def test_steering_by_the_norm_of_the_stream(llama: Any) -> None:
         hidden, residual = layers[1].output
         old = (hidden + residual).save()
         half = old.norm(dim=-1, keepdim=True) * 0.5
-        hidden += VECTOR / VECTOR.norm() * half
+        hidden += VECTOR.to(DEVICE) / VECTOR.norm() * half
         mlp_half = (hidden.norm(dim=-1) / old.norm(dim=-1)).save()
         new = layers[2].input_layernorm.output[1].save()
     share = (new - old).norm(dim=-1) / old.norm(dim=-1)

@@ -18,6 +18,7 @@ from tests.modeling.vllm.conftest import Neighbour, line_of, place, plain_tokens
 from tests.support.changes import Change
 from tests.support.checkpoints import A, B
 from tests.support.compare import assert_close
+from tests.support.device import DEVICE
 from tests.support.oracle import Oracle, edit_module, zero_mlp
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4}
@@ -155,7 +156,7 @@ def test_gpt2_stream_between_attention_and_mlp(engine: Any, oracle: Any) -> None
     with model.trace(A, **GREEDY) as tracer:
         model.transformer.h[2].source.self_ln_1_0.output
         stream = model.transformer.h[2].source.hidden_states_1.output
-        stream += VECTOR
+        stream += VECTOR.to(DEVICE)
         changed = model.transformer.h[2].ln_2.input.save()
         activated = model.transformer.h[2].mlp.source.self_act_0.output.shape.save()
         logits = model.logits.save()

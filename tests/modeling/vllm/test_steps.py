@@ -10,6 +10,7 @@ import torch
 
 from midstream.errors import InterventionError, NotInTraceError, StepsCutShortWarning
 from tests.support.checkpoints import EOS, A, C
+from tests.support.device import DEVICE
 from tests.support.oracle import Oracle, add_vector, assert_close, zero_mlp
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -49,9 +50,9 @@ def test_an_edit_in_every_step_acts_in_every_step(llama: Any, hf: Oracle) -> Non
     assert always.tokens != first.tokens
     with llama.trace(A, max_tokens=6, **GREEDY) as looped:
         for _ in looped.all():
-            llama.model.layers[1].output[0][:] += vector
+            llama.model.layers[1].output[0][:] += vector.to(DEVICE)
     with llama.trace(A, max_tokens=6, **GREEDY) as once:
-        llama.model.layers[1].output[0][:] += vector
+        llama.model.layers[1].output[0][:] += vector.to(DEVICE)
     assert looped.result.outputs[0].token_ids == always.tokens
     assert once.result.outputs[0].token_ids == first.tokens
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from midstream import VLLM
 from midstream.errors import BlockSyntaxError, InterventionError, UnsupportedError
 from tests.modeling.vllm.conftest import place
 from tests.support.checkpoints import A
@@ -50,6 +51,29 @@ def test_a_scan(llama: Any) -> None:
     with llama.trace(A, **GREEDY):
         shape = llama.get("model.layers.0").output[0].shape.save()
     assert shape == (len(A), 128)
+
+
+def test_a_call_that_asks_for_locations(llama: Any) -> None:
+    """A module that a block calls is not traced, and `hook=True` is refused at its line (A48)."""
+    with pytest.raises(InterventionError, match=r"^UnsupportedError: `hook=True`.*returns"):
+        with llama.trace(A, **GREEDY):
+            llama.model.norm(llama.model.layers[0].output[0], hook=True)
+
+
+@pytest.mark.parametrize("argument", ["remote", "serve"])
+def test_another_place_to_run(llama: Any, argument: str) -> None:
+    """A server that is not there is refused, wherever it is asked for, and what to do is said.
+
+    (O22).
+    """
+    for ask in (
+        lambda **elsewhere: VLLM("no/checkpoint", **elsewhere),
+        lambda **elsewhere: llama.trace(A, **elsewhere),
+        lambda **elsewhere: llama.generate(A, **elsewhere),
+    ):
+        with pytest.raises(UnsupportedError, match=rf"`{argument}=` .*runs in this") as refused:
+            ask(**{argument: "http://localhost:8000"})
+        assert "`serve=`" in str(refused.value)
 
 
 def backward(model: Any, tracer: Any) -> None:

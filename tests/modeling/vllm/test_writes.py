@@ -11,6 +11,7 @@ import torch
 from tests.support.changes import Change
 from tests.support.checkpoints import A
 from tests.support.compare import assert_close, relative_error
+from tests.support.device import DEVICE
 from tests.support.oracle import (
     Oracle,
     add_vector,
@@ -75,7 +76,7 @@ def replace_a_layer_unread(model: Any, tracer: Any) -> None:
 
 @edit(add_vector(1, VECTOR))
 def add_a_vector(model: Any, tracer: Any) -> None:
-    model.model.layers[1].output[0][:] += VECTOR
+    model.model.layers[1].output[0][:] += VECTOR.to(DEVICE)
 
 
 @edit(add_vector(1, VECTOR))
@@ -85,18 +86,18 @@ def add_a_vector_to_the_other_part(model: Any, tracer: Any) -> None:
 
 @edit(add_vector(1, VECTOR, [1, 3]))
 def add_a_vector_at_positions(model: Any, tracer: Any) -> None:
-    model.model.layers[1].output[0][[1, 3]] += VECTOR
+    model.model.layers[1].output[0][[1, 3]] += VECTOR.to(DEVICE)
 
 
 @edit(add_vector(1, VECTOR, [4]))
 def add_a_vector_at_the_last_position(model: Any, tracer: Any) -> None:
-    model.model.layers[1].output[0][-1] += VECTOR
+    model.model.layers[1].output[0][-1] += VECTOR.to(DEVICE)
 
 
 @edit(add_vector(1, VECTOR, [0, 2]))
 def add_a_vector_by_mask(model: Any, tracer: Any) -> None:
     mask = torch.tensor([True, False, True, False, False])
-    model.model.layers[1].output[0][mask] += VECTOR
+    model.model.layers[1].output[0][mask] += VECTOR.to(DEVICE)
 
 
 @edit(edit_layer(0, lambda rows: rows.index_fill(1, torch.tensor([7, 50]), 0.0)))
@@ -228,7 +229,7 @@ def test_edit_of_the_demo_model(demo_engine: Any, demo_oracle: Oracle) -> None:
 def test_edit_without_a_loop_acts_in_the_prefill_only(llama: Any, hf: Oracle) -> None:
     """The steps after the prefill run unedited, on the keys and values that it left (C52)."""
     with llama.trace(A, **GREEDY) as tracer:
-        llama.model.layers[1].output[0][:] += 4 * VECTOR
+        llama.model.layers[1].output[0][:] += 4 * VECTOR.to(DEVICE)
     change = add_vector(1, 4 * VECTOR)
     tokens = {w: hf.generate(A, 4, changes=[change], when=w).tokens for w in ("prefill", "all")}
     assert tokens["prefill"] != tokens["all"]
@@ -240,7 +241,7 @@ def test_edits_add_up(llama: Any, hf: Oracle) -> None:
     """Several edits in one block all land, a later one on what the earlier ones made."""
     with llama.trace(A, **GREEDY) as tracer:
         llama.model.layers[0].mlp.output[:] = 0
-        llama.model.layers[1].output[0][[1, 3]] += VECTOR
+        llama.model.layers[1].output[0][[1, 3]] += VECTOR.to(DEVICE)
         llama.model.layers[2].mlp.input *= 0.25
         llama.logits[:, int(llama.logits.argmax())] = -1000.0
         logits = llama.logits.save()

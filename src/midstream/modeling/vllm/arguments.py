@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from midstream.errors import UnsupportedError
+from midstream.modeling.vllm.unsupported import refuse_elsewhere
 
 GPU_WORKER = "midstream.modeling.vllm.engine.worker.BlockWorker"
 CPU_WORKER = "midstream.modeling.vllm.engine.cpu_worker.CPUBlockWorker"
@@ -77,10 +78,12 @@ def check_known(
 
     Raises:
         TypeError: naming it and the nearest one there is.
+        UnsupportedError: it names another place for the block to run.
     """
     known = known if isinstance(known, frozenset) else frozenset(known)
     for name in arguments:
         if name not in known:
+            refuse_elsewhere(name)
             near = difflib.get_close_matches(name, [*ours, *known], n=1)
             hint = f" Did you mean '{near[0]}'?" if near else ""
             raise TypeError(f"'{name}' is not {what}.{hint}")

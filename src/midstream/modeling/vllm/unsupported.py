@@ -18,12 +18,35 @@ SCAN = (
     "`shape = model.get('model.layers.0').output[0].shape.save()`."
 )
 
+_ELSEWHERE = {
+    "remote": (
+        "`remote=` is not supported: there is no hosted service to send the block to. A server of "
+        "your own is named with `serve=`; that is not built yet, so leave both out and the block "
+        "runs in this model's engine."
+    ),
+    "serve": (
+        "`serve=` is not supported yet: there is no midstream server. Leave it out, and the block "
+        "runs in this model's engine."
+    ),
+}
+"""Keywords that name another place for a block to run."""
+
 _GRADIENTS = (
     "Gradients through the model are not supported on vLLM: its kernels run in inference mode and "
     "record no graph. Trace the same block on midstream.TransformersModel, or measure the effect "
     "of small edits instead. (Gradients of tensors that the block makes itself, with "
     "`requires_grad=True` and under `torch.enable_grad()`, work.)"
 )
+
+
+def refuse_elsewhere(argument: str) -> None:
+    """Refuse a keyword that names another place for a block to run.
+
+    Raises:
+        UnsupportedError: `argument` is one.
+    """
+    if argument in _ELSEWHERE:
+        raise UnsupportedError(_ELSEWHERE[argument])
 
 
 def gradients(error: BaseException) -> UnsupportedError | None:

@@ -14,6 +14,7 @@ import torch
 from midstream.errors import LimitExceededError, MidstreamError
 from midstream.interleaving.indices import Limit
 from midstream.interleaving.interleaver import Interleaver
+from midstream.interleaving.notes import annotate
 from midstream.interleaving.printing import Notice
 from midstream.interleaving.replays import Replay, WriteLog
 from midstream.interleaving.run import Run
@@ -234,7 +235,7 @@ class Admitted:
         if error is None:
             return None
         if self._edit is not None:
-            error.add_note(f"Raised in the installed edit {self._edit.label}.")
+            annotate(error, f"Raised in the installed edit {self._edit.label}.")
         return BlockError.of(error, _traceback_of(error, self._block))
 
 
