@@ -215,7 +215,7 @@ def main() -> None:
                 sections += throughput.sections(
                     model, name, requests=args.requests, turns=args.turns
                 )
-    write(args.out, "Overhead of a trace", sections)
+        write(args.out, "Overhead of a trace", sections)  # a later model may take an hour
 
 
 if __name__ == "__main__":
