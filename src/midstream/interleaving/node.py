@@ -145,9 +145,10 @@ class Node:
         if child is not None:
             return child
         try:
-            return getattr(self._module, name)
+            value = getattr(self._module, name)
         except AttributeError:
             raise AttributeError(self._unknown(name)) from None
+        return value if self._tree.shown is None else self._tree.shown(name, value)
 
     def _unknown(self, name: str) -> str:
         known = ", ".join(self._children) or "none"
@@ -246,12 +247,14 @@ class Tree:
         nodes: the nodes by path, each at its first one.
         root: the node of the model itself.
         uncallable: paths of modules that a block must not call, with the reason.
+        shown: gives what users get of a module's own attribute, called with its name and value.
     """
 
     def __init__(self, root: torch.nn.Module, rename: Mapping[str, str | list[str]] | None = None):
         self._by_module: dict[int, Node] = {}
         self.nodes: dict[str, Node] = {}
         self.uncallable: dict[str, str] = {}
+        self.shown: Callable[[str, Any], Any] | None = None
         self.root = self._build(root, "")
         for path, names in (rename or {}).items():
             self._alias(path, [names] if isinstance(names, str) else list(names))

@@ -108,6 +108,52 @@ def test_parameters_can_be_read(llama: Any, hf: Oracle) -> None:
     assert torch.equal(gain, hf.model.model.norm.weight)
 
 
+WEIGHT_WRITES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda norm: norm.weight.zero_(),
+    "item": lambda norm: norm.weight.__setitem__(0, 0),
+    "view": lambda norm: norm.weight.detach().view(2, -1)[1].mul_(2),
+    "data": lambda norm: norm.weight.data.fill_(2),
+    "numpy": lambda norm: norm.weight.numpy().__setitem__(0, 0),
+    "parameters": lambda norm: [weight.zero_() for weight in norm.parameters()],
+    "named": lambda norm: dict(norm.named_parameters())["weight"].zero_(),
+    "state": lambda norm: norm.state_dict()["weight"].zero_(),
+    "dtype": lambda norm: norm.half(),
+    "hook": lambda norm: norm.register_forward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("how", WEIGHT_WRITES)
+def test_no_block_changes_the_model(llama: Any, how: str) -> None:
+    """Whatever way a write into a weight takes, it is the block's error, and nothing has changed.
+
+    All requests share the weights.
+    """
+    before, write = plain_tokens(llama), WEIGHT_WRITES[how]
+
+    def block(model: Any, tracer: Any) -> None:
+        write(model.model.norm)
+
+    with pytest.raises(InterventionError, match="all requests|read-only"):
+        llama.trace(B, block=block, **GREEDY)
+    assert plain_tokens(llama) == before
+
+
+def test_weights_compute_like_others(llama: Any, hf: Oracle) -> None:
+    """What a block computes from weights, and a copy of one, is its own."""
+    with llama.trace(B, **GREEDY):
+        norm = llama.model.norm
+        copy = norm.weight.clone()
+        copy *= 2
+        scaled = llama.model.layers[0].mlp.output * norm.weight
+        scaled += 1
+        many = sum(weight.numel() for weight in norm.parameters())
+        found = [copy, scaled, many].save()
+    gain = hf.model.model.norm.weight
+    assert torch.equal(found[0], gain * 2)
+    assert found[1].shape == (len(B), 128)
+    assert found[2] == gain.numel()
+
+
 @pytest.mark.parametrize("rows", [torch.zeros(3, 256), torch.zeros(3, 128).half()])
 def test_a_linear_layer_refuses_rows_it_cannot_take(llama: Any, rows: torch.Tensor) -> None:
     """A module called on rows of another width or dtype is the block's error, not the engine's."""

@@ -14,6 +14,7 @@ from midstream.interleaving.steps import Steps
 from midstream.modeling.vllm.engine.controls import Controls
 from midstream.modeling.vllm.engine.layers import HEAD, heads
 from midstream.modeling.vllm.engine.refusals import refused
+from midstream.modeling.vllm.engine.weights import shown
 from midstream.modeling.vllm.locations import EngineModel
 
 Rename = Mapping[str, str | list[str]]
@@ -33,6 +34,7 @@ class BlockModel(EngineModel):
         super().__init__(root, rename)
         self.tree.uncallable.update(dict.fromkeys(_with_attention(self.tree), _ATTENTION))
         self.tree.uncallable.update(dict.fromkeys(heads(self.tree), HEAD))
+        self.tree.shown = shown
         self._load_tokenizer = tokenizer
 
     @property
