@@ -63,6 +63,10 @@ class BlockModel(EngineModel):
     session = refused("session", "Open it around the traces.")
     edit = refused("edit", "Install the edit before the request.")
     clear_edits = refused("clear_edits", "Clear edits before the request, or leave them out there.")
+    run = refused("run", "Run it after the `with`.")
+    stats = refused("stats", "Ask for them before or after the `with`.")
+    dispatch = refused("dispatch", "The engine is up.")
+    close = refused("close", "Close it after the `with`; `tracer.stop()` ends the request.")
 
 
 _ATTENTION = (
@@ -121,6 +125,7 @@ class BlockTracer(Controls):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"`tracer.{name}` is not available inside a block. Saved values are bound to their "
-            "names when the `with` ends."
+            f"`tracer.{name}` is not available inside a block; there are `iter`, `all()`, "
+            "`stop()`, `cache()` and `result`. Saved values are bound to their names when the "
+            "`with` ends."
         )
