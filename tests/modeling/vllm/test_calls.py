@@ -108,6 +108,31 @@ def test_parameters_can_be_read(llama: Any, hf: Oracle) -> None:
     assert torch.equal(gain, hf.model.model.norm.weight)
 
 
+def test_methods_of_a_module_are_not_traced(llama: Any, hf: Oracle) -> None:
+    """`forward`, or a method that calls modules, hands nothing over to blocks that wait there."""
+    right = hf.reads(B, layers=[2])["model.layers.2.mlp.output"]
+    with llama.trace(**GREEDY) as tracer:
+        with tracer.invoke(B):
+            mlp = llama.model.layers[2].mlp.output.save()
+        with tracer.invoke(C):
+            rows = llama.model.layers[0].mlp.output
+            called = llama.model.layers[2].mlp.forward(rows).save()
+            logits = llama.compute_logits(rows).save()
+            embedded = llama.model.embed_input_ids(torch.tensor([3, 4])).save()
+            same = llama.model.layers[2].mlp(rows).save()
+    assert_close(mlp, right, called[: len(B)])
+    assert torch.equal(called, same)
+    assert logits.shape == (len(C), 128)
+    assert torch.equal(embedded, hf.model.model.embed_tokens.weight[[3, 4]])
+
+
+def test_forward_of_attention_cannot_be_called(llama: Any) -> None:
+    """It is a call of the module by another name."""
+    with pytest.raises(InterventionError, match=r"self_attn' cannot be called in a block"):
+        with llama.trace(B, **GREEDY):
+            llama.model.layers[0].self_attn.forward(None, None)
+
+
 WEIGHT_WRITES: dict[str, Callable[[Any], Any]] = {
     "in place": lambda norm: norm.weight.zero_(),
     "item": lambda norm: norm.weight.__setitem__(0, 0),

@@ -11,10 +11,10 @@ from midstream.errors import UnsupportedError
 from midstream.interleaving.node import Tree
 from midstream.interleaving.run import current_run
 from midstream.interleaving.steps import Steps
+from midstream.modeling.vllm.engine.attributes import shown
 from midstream.modeling.vllm.engine.controls import Controls
 from midstream.modeling.vllm.engine.layers import HEAD, heads
 from midstream.modeling.vllm.engine.refusals import refused
-from midstream.modeling.vllm.engine.weights import shown
 from midstream.modeling.vllm.locations import EngineModel
 
 Rename = Mapping[str, str | list[str]]
