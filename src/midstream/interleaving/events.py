@@ -45,6 +45,7 @@ class Event:
         spans: rows of the requests that wait here; copies are taken over their hull, once.
         check: refuses what must not be written.
         is_models: whether a tensor is the model's own, so that edits go into a copy of it.
+        is_whole: whether a tensor is all of one that is the model's own, whose rows are no tokens.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Event:
         spans: Sequence[Rows],
         check: Check | None = None,
         is_models: Callable[[torch.Tensor], bool] | None = None,
+        is_whole: Callable[[torch.Tensor], bool] | None = None,
     ):
         self.leaves, self._build = flatten(value)
         self._sizes, first = sizes, spans[0]
@@ -64,14 +66,18 @@ class Event:
         self._copies: dict[int, torch.Tensor] = {}
         self._replaced: dict[int, dict[Rows, torch.Tensor]] = {}
         self._value = value
-        self._check, self._is_models = check, is_models
+        self._check, self._is_models, self._is_whole = check, is_models, is_whole
         self._axes: dict[int, int | None] = {}
         self.has_items = not isinstance(value, torch.Tensor) and _has_items(value)
 
     def axis(self, index: int) -> int | None:
         """The axis of a leaf that runs over the step's rows; None if it has none."""
         if index not in self._axes:
-            self._axes[index] = row_axis(self.leaves[index], self._sizes)
+            leaf = self.leaves[index]
+            axis = row_axis(leaf, self._sizes)
+            if axis is not None and self._is_whole is not None and self._is_whole(leaf):
+                axis = None
+            self._axes[index] = axis
         return self._axes[index]
 
     def live(self, index: int, rows: Rows) -> Any:

@@ -211,8 +211,10 @@ class Interleaver:
         sizes: Sequence[int],
         check: Check | None = None,
     ) -> Event:
-        is_models = self._sources.is_models if location.within is not None else None
-        return Event(value, sizes, spans, check, is_models)
+        if location.within is None:
+            return Event(value, sizes, spans, check)
+        sources = self._sources
+        return Event(value, sizes, spans, check, sources.is_models, sources.is_whole)
 
     def enter(self, path: str, call: Any) -> Any:
         """Offer what a module is called with, ``(args, kwargs)``, to the blocks that wait.

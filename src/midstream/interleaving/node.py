@@ -134,7 +134,7 @@ class Node:
             UnsupportedError: the module cannot be run beside the forward pass; or ``hook=True``,
                 which asks for what no call in a block has, locations that are served.
         """
-        run = self._tree.run(self, "a call")
+        self._tree.run(self, "a call")
         if kwargs.get("hook") is True and not _takes(self._module, "hook"):
             raise UnsupportedError(_HOOKED_CALL)
         if self._path in self._tree.uncallable:
@@ -142,11 +142,20 @@ class Node:
                 f"'{self._path or 'model'}' cannot be called in a block: "
                 f"{self._tree.uncallable[self._path]}."
             )
+        return self.run_untraced(self._module, args, kwargs)
+
+    def run_untraced(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the module, or a method of it, on copies of the block's own tensors.
+
+        Raises:
+            NotInTraceError: outside a running block.
+        """
+        run = self._tree.run(self, "a call")
         leaves, build = flatten((args, kwargs))
         args, kwargs = build([_argument(leaf) for leaf in leaves])
         assert run.interleaver is not None
         with run.interleaver.paused():
-            return self._module(*args, **kwargs)
+            return function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_children", "_aliases", "_module"):
@@ -155,9 +164,10 @@ class Node:
         if child is not None:
             return child
         try:
-            return getattr(self._module, name)
+            value = getattr(self._module, name)
         except AttributeError:
             raise AttributeError(self._unknown(name)) from None
+        return value if self._tree.shown is None else self._tree.shown(self, name, value)
 
     def _unknown(self, name: str) -> str:
         known = ", ".join(self._children) or "none"
@@ -256,12 +266,15 @@ class Tree:
         nodes: the nodes by path, each at its first one.
         root: the node of the model itself.
         uncallable: paths of modules that a block must not call, with the reason.
+        shown: gives what users get of a module's own attribute; called with the node, the
+            attribute's name and its value.
     """
 
     def __init__(self, root: torch.nn.Module, rename: Mapping[str, str | list[str]] | None = None):
         self._by_module: dict[int, Node] = {}
         self.nodes: dict[str, Node] = {}
         self.uncallable: dict[str, str] = {}
+        self.shown: Callable[[Node, str, Any], Any] | None = None
         self.root = self._build(root, "")
         for path, names in (rename or {}).items():
             self._alias(path, [names] if isinstance(names, str) else list(names))

@@ -66,7 +66,8 @@ def open_cache(run: Run, tree: Tree, modules: Any, wanted: dict[str, Any]) -> Ca
 def _paths(tree: Tree, modules: Any) -> list[str]:
     if modules is None:
         return list(tree.nodes)
-    several = [modules] if isinstance(modules, str | Node) else list(modules)
+    one = isinstance(modules, str | Node) or not isinstance(modules, Iterable)
+    several = [modules] if one else list(modules)
     nodes = [called for module in several for called in _called(_node(tree, module))]
     return list(dict.fromkeys(node.path for node in nodes))
 

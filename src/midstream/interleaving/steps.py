@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from midstream.errors import StepsCutShortWarning
 
@@ -40,8 +41,8 @@ class Steps:
                 return count(begin), None
             end = _number(which.stop)
             return iter(range(begin, end)), max(0, end - begin)
-        numbers = [which] if isinstance(which, int) else list(which)
-        return iter([_number(number) for number in numbers]), len(numbers)
+        numbers = _numbers(which)
+        return iter(numbers), len(numbers)
 
     def _loop(self, steps: Iterator[int], asked: int | None) -> Iterator[int]:
         for ran, step in enumerate(steps):
@@ -52,12 +53,29 @@ class Steps:
             yield step
 
 
-def _number(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"A step is a whole number; got {type(value).__name__}.")
-    if value < 0:
-        raise ValueError(f"A step cannot be negative; got {value}. Steps are counted from 0.")
-    return value
+def _numbers(which: Any) -> list[int]:
+    try:
+        return [_number(which)]
+    except TypeError:
+        if isinstance(which, str) or not isinstance(which, Iterable):
+            raise
+    return [_number(each) for each in which]
+
+
+def _number(value: Any) -> int:
+    """A step's number; numpy's and PyTorch's integers count as such."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(
+            f"A step is a whole number; got {type(value).__name__}. `tracer.iter[...]` takes one, "
+            "a slice, or a list of them."
+        )
+    if number < 0:
+        raise ValueError(f"A step cannot be negative; got {number}. Steps are counted from 0.")
+    return number
 
 
 def _cut_short(asked: int, ran: int) -> str:

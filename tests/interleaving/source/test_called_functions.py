@@ -212,6 +212,38 @@ def test_parameters_have_no_rows(buffered: Steps) -> None:
         buffered.step([rows(2, 1), rows(2, 2)], [lambda: block(True)])
 
 
+class Detached(Layer):
+    """A layer that takes its weight and a buffer from under their parameters, as kernels do."""
+
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.register_buffer("scales", torch.ones(width))
+
+    def forward(self, positions: Any, hidden: Any, residual: Any) -> Any:
+        scaled = torch.mul(hidden, self.scales.data)
+        return torch.nn.functional.linear(scaled, self.mlp.weight.data), residual
+
+
+@pytest.mark.parametrize("name", ["torch_mul_0", "torch_nn_functional_linear_0"])
+def test_tensors_under_parameters_have_no_rows(name: str) -> None:
+    """A weight stays whole, and out of reach, where the forward takes its `.data`."""
+    model = Toy()
+    model.layers[1] = Detached(4)
+    steps, got = Steps(model), []
+
+    def block(write: bool) -> None:
+        operation = getattr(steps.root.layers[1].source, name)
+        _, weight = operation.inputs[0]
+        got.append(weight)
+        if write:
+            weight.zero_()
+
+    steps.step([rows(2, 1), rows(2, 2)], [lambda: block(False)])
+    assert len(got[0]) == 4
+    with pytest.raises(ValueError, match="without a row per token"):
+        steps.step([rows(2, 1), rows(2, 2)], [lambda: block(True)])
+
+
 class InPlace(Layer):
     """A layer with an operation that returns nothing."""
 

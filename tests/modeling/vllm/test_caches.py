@@ -130,6 +130,14 @@ def test_a_late_cache_is_refused(llama: Any) -> None:
             cache = tracer.cache()
 
 
+@pytest.mark.parametrize("modules", [3, [3]])
+def test_a_cache_of_what_is_no_module_is_refused(llama: Any, modules: Any) -> None:
+    """It says what it takes and what it got."""
+    with pytest.raises(InterventionError, match="takes modules and their paths; got int"):
+        with llama.trace(A, **GREEDY) as tracer:
+            cache = tracer.cache(modules=modules)
+
+
 def test_a_cache_outside_a_block_is_refused(llama: Any) -> None:
     """There is no forward to record there."""
     with pytest.raises(NotInTraceError, match=r"tracer\.cache\(\)"):

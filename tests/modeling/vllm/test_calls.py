@@ -107,6 +107,77 @@ def test_parameters_can_be_read(llama: Any, hf: Oracle) -> None:
     assert torch.equal(gain, hf.model.model.norm.weight)
 
 
+def test_methods_of_a_module_are_not_traced(llama: Any, hf: Oracle) -> None:
+    """`forward`, or a method that calls modules, hands nothing over to blocks that wait there."""
+    right = hf.reads(B, layers=[2])["model.layers.2.mlp.output"]
+    with llama.trace(**GREEDY) as tracer:
+        with tracer.invoke(B):
+            mlp = llama.model.layers[2].mlp.output.save()
+        with tracer.invoke(C):
+            rows = llama.model.layers[0].mlp.output
+            called = llama.model.layers[2].mlp.forward(rows).save()
+            logits = llama.compute_logits(rows).save()
+            embedded = llama.model.embed_input_ids(torch.tensor([3, 4])).save()
+            same = llama.model.layers[2].mlp(rows).save()
+    assert_close(mlp, right, called[: len(B)])
+    assert torch.equal(called, same)
+    assert logits.shape == (len(C), 128)
+    assert torch.equal(embedded, hf.model.model.embed_tokens.weight[[3, 4]])
+
+
+def test_forward_of_attention_cannot_be_called(llama: Any) -> None:
+    """It is a call of the module by another name."""
+    with pytest.raises(InterventionError, match=r"self_attn' cannot be called in a block"):
+        with llama.trace(B, **GREEDY):
+            llama.model.layers[0].self_attn.forward(None, None)
+
+
+WEIGHT_WRITES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda norm: norm.weight.zero_(),
+    "item": lambda norm: norm.weight.__setitem__(0, 0),
+    "view": lambda norm: norm.weight.detach().view(2, -1)[1].mul_(2),
+    "data": lambda norm: norm.weight.data.fill_(2),
+    "numpy": lambda norm: norm.weight.numpy().__setitem__(0, 0),
+    "parameters": lambda norm: [weight.zero_() for weight in norm.parameters()],
+    "named": lambda norm: dict(norm.named_parameters())["weight"].zero_(),
+    "state": lambda norm: norm.state_dict()["weight"].zero_(),
+    "dtype": lambda norm: norm.half(),
+    "hook": lambda norm: norm.register_forward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("how", WEIGHT_WRITES)
+def test_no_block_changes_the_model(llama: Any, how: str) -> None:
+    """Whatever way a write into a weight takes, it is the block's error, and nothing has changed.
+
+    All requests share the weights.
+    """
+    before, write = plain_tokens(llama), WEIGHT_WRITES[how]
+
+    def block(model: Any, tracer: Any) -> None:
+        write(model.model.norm)
+
+    with pytest.raises(InterventionError, match="all requests|read-only"):
+        llama.trace(B, block=block, **GREEDY)
+    assert plain_tokens(llama) == before
+
+
+def test_weights_compute_like_others(llama: Any, hf: Oracle) -> None:
+    """What a block computes from weights, and a copy of one, is its own."""
+    with llama.trace(B, **GREEDY):
+        norm = llama.model.norm
+        copy = norm.weight.clone()
+        copy *= 2
+        scaled = llama.model.layers[0].mlp.output * norm.weight
+        scaled += 1
+        many = sum(weight.numel() for weight in norm.parameters())
+        found = [copy, scaled, many].save()
+    gain = hf.model.model.norm.weight
+    assert torch.equal(found[0], gain * 2)
+    assert found[1].shape == (len(B), 128)
+    assert found[2] == gain.numel()
+
+
 @pytest.mark.parametrize("rows", [torch.zeros(3, 256), torch.zeros(3, 128).half()])
 def test_a_linear_layer_refuses_rows_it_cannot_take(llama: Any, rows: torch.Tensor) -> None:
     """A module called on rows of another width or dtype is the block's error, not the engine's."""

@@ -603,6 +603,20 @@ def test_refused_forms(model: Any) -> None:
         tracer.invoke(A)
 
 
+def test_an_edit_is_installed_once(model: Any) -> None:
+    """A second body for the same edit is refused, and the first stays as it is."""
+    chosen = model.edit(name="once")
+    with chosen:
+        model.logits[:, 5] = 1e4
+    with pytest.raises(UnsupportedError, match=r"Call `model\.edit\(\.\.\.\)` again"):
+        with chosen:
+            model.logits[:, 6] = 1e4
+    assert model.edits == (chosen,)
+    assert generated(model, A, 1) == [5]
+    chosen.clear()
+    assert model.vllm_entrypoint.collective_rpc("midstream_edits") == [0]
+
+
 def test_edit_of_another_model_is_refused(model: Any) -> None:
     """A block that uses another model's modules cannot be installed."""
     layer = VLLM(model.repo, dtype="float32").model.layers[0]

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from midstream import VLLM
-from midstream.errors import EngineBuildError, EngineDeadError
+from midstream.errors import EngineBuildError, EngineDeadError, InterventionError
 from tests.conftest import TINY
 from tests.support.checkpoints import EOS, A, B, checkpoint
 
@@ -72,6 +72,34 @@ def test_eos(model: Any) -> None:
     assert int(read.argmax()) == EOS
     [completion] = tracer.result.outputs
     assert (completion.finish_reason, list(completion.token_ids)) == ("stop", [EOS])
+
+
+@pytest.mark.parametrize("how", ["stop", "fail"])
+def test_an_edit_ends_with_its_request(model: Any, how: str) -> None:
+    """Where a block ends the request, an edit beside it sees no step after that one (O9).
+
+    Neither does a cache of it. Asynchronous scheduling has planned that step already.
+    """
+    with model.edit() as (editing, edit):
+        steps, cache = [].save(), editing.cache("model.layers.1.mlp")
+        for step in editing.all():
+            steps.append((step, len(model.model.layers[0].output[0])))
+    try:
+        with model.trace(A, max_tokens=6, ignore_eos=True, **GREEDY) as tracer:
+            for step in tracer.all():
+                model.samples
+                if step == 2:
+                    if how == "fail":
+                        raise ValueError(how)
+                    tracer.stop()
+    except InterventionError as error:
+        assert how in str(error)  # noqa: PT017  # one of two kinds ends without an error
+    finally:
+        edit.clear()
+    assert len(tracer.result.outputs[0].token_ids) == 3
+    saves = tracer.result.saves
+    assert saves["steps"] == [(0, 5), (1, 1), (2, 1)]
+    assert len(saves["cache"]["model.layers.1.mlp"].output) == 3
 
 
 def test_stop_string(model: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import midstream
-from midstream.errors import InterventionError, NotInTraceError
+from midstream.errors import InterventionError, NotInTraceError, UnsupportedError
 from tests.modeling.vllm.conftest import Neighbour, live, plain_tokens
 from tests.support.checkpoints import A, B, C
 from tests.support.compare import assert_close
@@ -208,6 +208,26 @@ def test_trace_inside_a_trace_is_refused(llama: Any) -> None:
         with llama.trace(A, **GREEDY):
             llama.trace(B, block=idle)
     assert live(llama) == [0]
+
+
+def test_a_tracer_runs_once(llama: Any) -> None:
+    """A second body for the same trace is refused, and the values of the first stay."""
+    tracer = llama.trace(A, **GREEDY)
+    with tracer:
+        rows = len(llama.model.layers[1].output[0]).save()
+    with pytest.raises(UnsupportedError, match=r"Call `model\.trace\(\.\.\.\)` again"):
+        with tracer:
+            rows = llama.logits.save()
+    assert rows == len(A)
+    assert tracer.saves == {"rows": len(A)}
+
+
+def test_a_trace_inside_itself_is_refused(llama: Any) -> None:
+    """A trace that opens its invokes cannot be entered by its own body."""
+    with pytest.raises(UnsupportedError, match=r"has its block already"):
+        with llama.trace(**GREEDY) as tracer:
+            with tracer:
+                llama.logits
 
 
 def test_threads_take_turns(llama: Any) -> None:

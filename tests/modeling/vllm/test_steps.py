@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -177,6 +178,28 @@ def test_a_negative_step_is_refused(llama: Any, which: Any) -> None:
     ):
         for _ in tracer.iter[which]:
             pass
+
+
+@pytest.mark.parametrize("which", [1.5, None, "a", True, [0, 1.0], slice(0, 1.5)])
+def test_a_step_is_a_whole_number(llama: Any, which: Any) -> None:
+    """Anything else is a TypeError that says what a loop takes."""
+    with (
+        pytest.raises(InterventionError, match=r"^TypeError: A step is a whole .* a slice, or a"),
+        llama.trace(A, max_tokens=2, **GREEDY) as tracer,
+    ):
+        for _ in tracer.iter[which]:
+            pass
+
+
+@pytest.mark.parametrize("one", [np.int64(1), torch.tensor(1)])
+def test_numbers_of_other_libraries_are_steps(llama: Any, one: Any) -> None:
+    """An integer that came out of an array counts as one."""
+    with llama.trace(A, max_tokens=3, **GREEDY) as tracer:
+        seen = []
+        for which in (slice(0, one), one, [one + 1]):
+            seen += list(tracer.iter[which])
+        seen.save()
+    assert seen == [0, 1, 2]
 
 
 def test_a_step_that_has_passed_is_refused(llama: Any) -> None:

@@ -112,6 +112,21 @@ def test_gradients_of_own_tensors(llama: Any) -> None:
             llama.model.layers[1].output[0] @ torch.ones(3)
 
 
+@pytest.mark.parametrize("name", ["run", "stats", "dispatch", "close"])
+def test_a_block_leaves_the_engine_as_it_is(llama: Any, name: str) -> None:
+    """What the model does with its engine is refused beside a request, with what to do instead."""
+    with pytest.raises(InterventionError, match=rf"^UnsupportedError: `model\.{name}\(\)` inside"):
+        with llama.trace(A, **GREEDY):
+            getattr(llama, name)()
+
+
+def test_what_a_tracer_has_not_says_what_it_has(llama: Any) -> None:
+    """A misspelled name is answered by those there are."""
+    with pytest.raises(InterventionError, match=r"`tracer\.stpo` is not .* `stop\(\)`"):
+        with llama.trace(A, **GREEDY) as tracer:
+            tracer.stpo()
+
+
 def test_old_spellings_are_refused_at_capture(llama: Any) -> None:
     """Each shows the spelling to use, and nothing has run (O24, C61)."""
     with pytest.raises(BlockSyntaxError, match=r"for step in tracer\.iter\[\.\.\.\]"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -78,16 +78,26 @@ class Sources:
         self._inside: dict[str, Instrumented] = {}
         self.wanted: set[str] = set()
 
+    def _models_tensors(self) -> Iterator[torch.Tensor]:
+        for module in self._interleaver.modules.values():
+            yield from module.parameters(recurse=False)
+            yield from module.buffers(recurse=False)
+
     @cached_property
     def _storages(self) -> frozenset[int]:
-        tensors: list[torch.Tensor] = []
-        for module in self._interleaver.modules.values():
-            tensors += [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        return frozenset(each.untyped_storage().data_ptr() for each in self._models_tensors())
+
+    @cached_property
+    def _places(self) -> frozenset[tuple[int, int]]:
+        return frozenset(map(_place, self._models_tensors()))
 
     def is_models(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a parameter or buffer of the model, or a view of one."""
         return tensor.untyped_storage().data_ptr() in self._storages
+
+    def is_whole(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is all of a parameter or buffer, under whatever name and shape."""
+        return _place(tensor) in self._places
 
     def begin_step(self) -> None:
         """Forget what the last step wanted."""
@@ -205,6 +215,11 @@ class Sources:
         if isinstance(callee, torch.nn.Module):
             return IndexCheck(callee, value, limit)
         return RangeCheck(value)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's numbers begin, and how many there are."""
+    return tensor.data_ptr(), tensor.numel()
 
 
 def _is_same(one: Any, other: Any) -> bool:

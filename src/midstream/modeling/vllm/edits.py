@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from midstream.errors import UnsupportedError
 from midstream.modeling.vllm.capturing import Capturing
 from midstream.modeling.vllm.tracer import Tracer
 from midstream.tracing import Block
@@ -49,6 +50,11 @@ class Edit(Capturing):
         self._model._edits.clear([self])
 
     def __enter__(self) -> tuple[Tracer, Edit]:
+        if self.id is not None:
+            raise UnsupportedError(
+                "This edit has been installed, and an edit is installed once. Call "
+                "`model.edit(...)` again, in the header of the next `with`."
+            )
         self._begin(sys._getframe(1), "model.edit")
         return Tracer(self._model, None, {}, run=False), self
 

@@ -63,6 +63,11 @@ class Tracer(Capturing):
         self.result: Any = None
 
     def __enter__(self) -> Tracer:
+        if self._requests or self._collecting is not None:
+            raise UnsupportedError(
+                "This trace has its block already, and a trace runs once. Call `model.trace(...)` "
+                "again, in the header of the next `with`."
+            )
         self._begin(sys._getframe(1), "model.trace")
         return self
 

@@ -136,6 +136,8 @@ class Admitted:
         """Its runs that have something to do in a step of the request, in their turn."""
         if self._prompt is None:
             self._prompt = progress.whole
+        if self.how_ended():
+            return []  # a step that was planned before it was known
         step = progress.whole - self._prompt if progress.in_prompt else self._steps
         if progress.stop < progress.whole or step < self._steps:
             return []  # not at the end of what is to be run, or in a step that was taken back

@@ -11,6 +11,7 @@ from midstream.errors import UnsupportedError
 from midstream.interleaving.node import Tree
 from midstream.interleaving.run import current_run
 from midstream.interleaving.steps import Steps
+from midstream.modeling.vllm.engine.attributes import shown
 from midstream.modeling.vllm.engine.controls import Controls
 from midstream.modeling.vllm.engine.layers import HEAD, heads
 from midstream.modeling.vllm.engine.refusals import refused
@@ -33,6 +34,7 @@ class BlockModel(EngineModel):
         super().__init__(root, rename)
         self.tree.uncallable.update(dict.fromkeys(_with_attention(self.tree), _ATTENTION))
         self.tree.uncallable.update(dict.fromkeys(heads(self.tree), HEAD))
+        self.tree.shown = shown
         self._load_tokenizer = tokenizer
 
     @property
@@ -61,6 +63,10 @@ class BlockModel(EngineModel):
     session = refused("session", "Open it around the traces.")
     edit = refused("edit", "Install the edit before the request.")
     clear_edits = refused("clear_edits", "Clear edits before the request, or leave them out there.")
+    run = refused("run", "Run it after the `with`.")
+    stats = refused("stats", "Ask for them before or after the `with`.")
+    dispatch = refused("dispatch", "The engine is up.")
+    close = refused("close", "Close it after the `with`; `tracer.stop()` ends the request.")
 
 
 _ATTENTION = (
@@ -119,6 +125,7 @@ class BlockTracer(Controls):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"`tracer.{name}` is not available inside a block. Saved values are bound to their "
-            "names when the `with` ends."
+            f"`tracer.{name}` is not available inside a block; there are `iter`, `all()`, "
+            "`stop()`, `cache()` and `result`. Saved values are bound to their names when the "
+            "`with` ends."
         )

@@ -40,8 +40,9 @@ class ReadOnlyTensor(torch.Tensor):
         kwargs = kwargs or {}
         if _writes(func.__name__, args, kwargs):
             raise ValueError(
-                "A stored object is shared by all requests, so no block may write into it: change "
-                "a copy (`x = stored.clone()`), or replace it with `model.put` between requests."
+                "This tensor, a weight or a stored object, is shared by all requests, so no block "
+                "may write into it. Change a copy (`x = tensor.clone()`), or what the module "
+                "returns; a stored object is replaced with `model.put` between requests."
             )
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
