@@ -335,9 +335,12 @@ class Run:
     def stop(self) -> NoReturn:
         """End the request here: the block is unwound, and what it saved comes back."""
         interleaver = self.interleaver
-        raise StopTrace(keeps_token=interleaver is not None and interleaver.has_sampled)
+        self.stopped = StopTrace(keeps_token=interleaver is not None and interleaver.has_sampled)
+        raise self.stopped
 
     def _park(self) -> None:
+        if self.stopped is not None:  # the block caught it, as `except BaseException` does
+            raise self.stopped
         parent = self._greenlet.parent
         assert parent is not None
         parent.switch()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from midstream.errors import InterventionError
+from midstream.errors import InterventionError, MidstreamWarning
 from tests.support.changes import Change
 from tests.support.checkpoints import A
 from tests.support.oracle import Oracle, assert_close
@@ -69,13 +69,14 @@ def test_an_edit_that_records(model: Any) -> None:
 
 
 def test_an_edit_that_asks_for_the_result(model: Any) -> None:
-    """Nobody sends it one: it is unwound when the request ends, and what it saved is kept."""
+    """Nobody sends it one: that is its error, at its line, and what it saved before is kept."""
     with model.edit() as (tracer, _):
         seen = [].save()
         seen.append("before")
         seen.append(tracer.result)
-    (output,) = model.generate(A, max_tokens=2, **GREEDY)
+    with pytest.warns(MidstreamWarning, match="An installed edit failed in 1 of 1 requests"):
+        (output,) = model.generate(A, max_tokens=2, **GREEDY)
     assert output.saves["seen"] == ["before"]
-    with model.trace(A, max_tokens=2, **GREEDY) as tracer:
-        text = tracer.result.text.save()
-    assert text == tracer.result.outputs[0].text
+    text = str(output.edit_error)
+    assert text.startswith("UnsupportedError: `tracer.result` in an edit is not supported")
+    assert "seen.append(tracer.result)" in text

@@ -290,6 +290,22 @@ def test_stop_ends_the_request_there(llama: Any, hf: Oracle, step: int, sampled:
     assert kept == "before"
 
 
+def test_a_stop_that_the_block_catches_ends_the_request(llama: Any) -> None:
+    """A bare `except` holds it up no further than to the next value that is asked for (O9)."""
+    with llama.trace(A, max_tokens=5, **GREEDY) as tracer:
+        after = [].save()
+        hidden = llama.model.layers[0].output[0]
+        try:
+            tracer.stop()
+        except BaseException:  # noqa: BLE001 - as users write it
+            after.append("caught")
+        later = llama.model.layers[1].output[0].save()
+        after.append("read")
+    assert after == ["caught"]
+    assert tracer.result.outputs[0].stop_reason == "tracer.stop"
+    assert tracer.result.outputs[0].token_ids == []
+
+
 def test_stop_before_any_token_keeps_prompt_logprobs(llama: Any) -> None:
     """A request stopped in its first step ends with no token, and with its prompt's scores.
 

@@ -12,6 +12,7 @@ import pytest
 
 from midstream.modeling.vllm.payloads import BlockError, BlockWarning, Record, pack, unpack
 from midstream.modeling.vllm.payloads.lookup import find_class, module_of
+from midstream.modeling.vllm.payloads.record import TEXT_LIMIT
 
 
 class PickyError(Exception):
@@ -199,3 +200,17 @@ def test_a_repeated_warning_shows_once() -> None:
 
 
 caught_warning_again = BlockWarning("builtins", "UserWarning", "again", "f.py", 3)
+
+
+def test_a_long_message_is_cut() -> None:
+    """An error is read by people: no more of it travels than they would read, and it says so."""
+    text = "x" * (3 * TEXT_LIMIT)
+    error = BlockError.of(ValueError(text, 7), f"Traceback\nValueError: {text}")
+    assert error.message.startswith("('xxx")
+    for part in (error.message, error.traceback, error.args[0]):
+        assert len(part) < TEXT_LIMIT + 100
+        assert "midstream: cut, there were 3000" in part
+    assert error.args[1] == 7
+    rebuilt = error.rebuild()
+    assert isinstance(rebuilt, ValueError)
+    assert BlockError.of(ValueError("x" * TEXT_LIMIT), "").message == "x" * TEXT_LIMIT

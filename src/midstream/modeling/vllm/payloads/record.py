@@ -12,6 +12,9 @@ from typing import Any, Literal
 
 from midstream.modeling.vllm.payloads.lookup import find_class, module_of
 
+TEXT_LIMIT = 100_000
+"""Characters of an error's message, and of its traceback, that travel."""
+
 # One per file, as Python keeps one per module: a warning in a loop of traces shows once.
 _REGISTRIES: dict[str, dict[Any, Any]] = {}
 
@@ -35,9 +38,10 @@ class BlockError:
     Args:
         type_module: Module of the exception's type.
         type_name: Qualified name of the exception's type.
-        message: ``str(exception)``.
-        traceback: The traceback as text, with the user's file and line.
-        args: The exception's ``args``; those that cannot travel become their ``repr``.
+        message: ``str(exception)``, no more than `TEXT_LIMIT` characters of it.
+        traceback: The traceback as text, with the user's file and line; as long at most.
+        args: The exception's ``args``, texts cut alike; those that cannot travel become their
+            ``repr``.
         notes: The exception's ``__notes__``.
         attributes: What else the exception carries, values as in `args`.
     """
@@ -57,8 +61,8 @@ class BlockError:
         return cls(
             module_of(kind),
             kind.__qualname__,
-            _message_of(error),
-            traceback_text,
+            _cut(_message_of(error)),
+            _cut(traceback_text),
             _args_of(error),
             _notes_of(error),
             _attributes_of(error),
@@ -183,6 +187,12 @@ class Record:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+def _cut(text: str) -> str:
+    if len(text) <= TEXT_LIMIT:
+        return text
+    return f"{text[:TEXT_LIMIT]} ... [midstream: cut, there were {len(text)} characters]"
+
+
 def _message_of(error: BaseException) -> str:
     try:
         return str(error)
@@ -204,9 +214,14 @@ def _attributes_of(error: BaseException) -> dict[str, Any]:
         return {}
 
 
-def _args_of(error: BaseException) -> list[Any]:
+def _raw_args_of(error: BaseException) -> tuple[Any, ...]:
     # The built-in attribute, which a type may hide behind a property of its own.
-    args = list(vars(BaseException)["args"].__get__(error))
+    args: tuple[Any, ...] = vars(BaseException)["args"].__get__(error)
+    return args
+
+
+def _args_of(error: BaseException) -> list[Any]:
+    args = [_cut(arg) if type(arg) is str else arg for arg in _raw_args_of(error)]
     # An OSError moves its file names from `args` to fields; its constructor takes them last.
     if not isinstance(error, OSError):
         return args
