@@ -110,11 +110,14 @@ def test_versions_that_do_not_fit(
     assert text in find(subject).advice
 
 
+@pytest.mark.parametrize("value", ["0", "00", "off", ""])
 def test_runner_setting_that_selects_v1(
-    versions: Versions, monkeypatch: pytest.MonkeyPatch
+    versions: Versions, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     """The environment variable that selects the V1 runner is named as the problem."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert problems() == []
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
     assert problems() == ["model runner"]
     assert "unset VLLM_USE_V2_MODEL_RUNNER" in find("model runner").advice
 
