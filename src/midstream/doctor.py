@@ -82,7 +82,9 @@ class Finding:
 
 def table(findings: list[Finding]) -> Table:
     """Lay the findings out as a table for a terminal."""
-    rows = Table("what", "", "found", "what to do", title="midstream doctor", title_justify="left")
+    rows = Table(title="midstream doctor", title_justify="left")
+    for heading in ("what", "", "found", "what to do"):
+        rows.add_column(heading, overflow="fold")  # a path or a setting is of no use in part
     for finding in findings:
         texts = escape(finding.value), escape(finding.advice)
         rows.add_row(finding.subject, finding.level.value, *texts)
