@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from midstream import demo, doctor
@@ -82,6 +84,29 @@ def test_demo_model_without_its_package(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "Traceback" not in result.output
 
 
+def test_demo_model_where_nothing_can_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A cache folder that cannot be made is one line that names it, and exit code 1."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MIDSTREAM_CACHE", str(tmp_path / "file" / "cache"))
+    result = CliRunner().invoke(app, ["demo-model"])
+    assert result.exit_code == 1
+    assert str(tmp_path / "file") in result.stderr.replace("\n", "")
+    assert "Traceback" not in result.output
+
+
+def test_report_is_whole_in_a_narrow_terminal() -> None:
+    """What to type is there to the last letter, on several lines if need be."""
+    words = ["unset VLLM_USE_V2_MODEL_RUNNER_AND_MORE_OF_IT", "/a/long/path/" + "x" * 60]
+    finding = Finding("model runner", Level.PROBLEM, words[1], words[0])
+    console = Console(width=60, record=True, file=io.StringIO())
+    console.print(doctor.table([finding]))
+    cells = [line.split("│") for line in console.export_text().splitlines() if "│" in line]
+    for column, word in zip((4, 3), words, strict=True):
+        assert "".join(cell[column].strip() for cell in cells) == word.replace(" ", "")
+
+
 def test_sound_environment(versions: Versions) -> None:
     """Nothing blocks where all versions fit, and the runner is V2."""
     assert problems() == []
@@ -110,11 +135,14 @@ def test_versions_that_do_not_fit(
     assert text in find(subject).advice
 
 
+@pytest.mark.parametrize("value", ["0", "00", "off", ""])
 def test_runner_setting_that_selects_v1(
-    versions: Versions, monkeypatch: pytest.MonkeyPatch
+    versions: Versions, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     """The environment variable that selects the V1 runner is named as the problem."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert problems() == []
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
     assert problems() == ["model runner"]
     assert "unset VLLM_USE_V2_MODEL_RUNNER" in find("model runner").advice
 

@@ -35,7 +35,7 @@ def demo_model(
     notes = Console(stderr=True)  # the path alone goes to stdout: `model=$(midstream demo-model)`
     try:
         path = demo.demo_model(folder, progress=lambda text: notes.print(escape(text), style="dim"))
-    except (ModuleNotFoundError, FileExistsError) as error:
+    except (ModuleNotFoundError, OSError) as error:
         notes.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
     typer.echo(path)

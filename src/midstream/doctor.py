@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,7 @@ __all__ = ["Finding", "Level", "examine", "probe", "table"]
 MISFITS = ("torchvision", "torchaudio", "torchcodec")
 SHARED_MEMORY = Path("/dev/shm")
 SMALL_SHARED_MEMORY = 256 * 2**20  # bytes; containers often start with 64 MiB
+_ON = re.compile(r"\s*([+-]?0*[1-9]\d*|true)\s*", re.IGNORECASE)
 INSTALL_GPU = "pip install 'midstream[vllm]'"
 INSTALL_CPU = "pip install 'midstream[cpu]' (needs CPU torch; `make setup` finds it)"
 
@@ -80,7 +82,9 @@ class Finding:
 
 def table(findings: list[Finding]) -> Table:
     """Lay the findings out as a table for a terminal."""
-    rows = Table("what", "", "found", "what to do", title="midstream doctor", title_justify="left")
+    rows = Table(title="midstream doctor", title_justify="left")
+    for heading in ("what", "", "found", "what to do"):
+        rows.add_column(heading, overflow="fold")  # a path or a setting is of no use in part
     for finding in findings:
         texts = escape(finding.value), escape(finding.advice)
         rows.add_row(finding.subject, finding.level.value, *texts)
@@ -192,11 +196,11 @@ def _has_gpu(seen: Mapping[str, Any]) -> bool:
 
 def _runner(seen: Mapping[str, Any]) -> Iterator[Finding]:
     setting = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
-    if setting is not None and setting.strip().lower() in {"0", "false", "no", "off"}:
+    if setting is not None and not _ON.fullmatch(setting):
         yield Finding(
             "model runner",
             Level.PROBLEM,
-            f"V1, because VLLM_USE_V2_MODEL_RUNNER={setting}",
+            f"V1, because VLLM_USE_V2_MODEL_RUNNER={setting!r}",
             "unset VLLM_USE_V2_MODEL_RUNNER; midstream runs on V2 only",
         )
     elif not any(_version(name) for name in ("triton", "triton-cpu")):

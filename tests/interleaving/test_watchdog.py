@@ -142,16 +142,16 @@ def test_the_visits_of_a_step_add_up() -> None:
 
     def block() -> None:
         while True:
-            time.sleep(0.03)
+            time.sleep(0.06)
             wait()
 
-    run = Run(block, clock=Clock(0.2))
+    run = Run(block, clock=Clock(1.0))
     for _ in range(12):
         run.begin_step()
         for _ in range(3):
             run.resume()
     assert not run.done
-    for _ in range(12):
+    for _ in range(20):
         run.resume()
     assert isinstance(run.error, LimitExceededError)
 

@@ -130,6 +130,8 @@ def test_block_has_one_form():
         Block()
     with pytest.raises(TypeError, match="exactly one"):
         Block(code=Code("", "f.py", 2), function=len)
+    with pytest.raises(TypeError, match="block=3 is no function"):
+        Block(function=3)
 
 
 def test_lines_come_from_the_block():

@@ -103,6 +103,20 @@ def test_idle_bodies():
         assert trace.execution.saves() == {}
 
 
+def test_bodies_that_compile_to_nothing():
+    """A body that Python compiles to nothing is like one of `pass` (C5)."""
+    with Trace() as annotated:
+        first: int  # noqa: F842
+    with Trace() as folded:
+        -1
+        (1, 2)
+    with Trace() as unreachable:
+        if 0:
+            second = 1
+    for trace in (annotated, folded, unreachable):
+        assert trace.execution.saves() == {}
+
+
 def test_a_lone_statement_with_a_constant_is_a_body_like_any_other():
     """A body whose only statement assigns a constant or deletes is skipped where it stands."""
     items = [1, 2]

@@ -120,6 +120,21 @@ def test_notebook_cell_with_magics_and_await(shell):
     assert shell.user_ns["w"] == [1]
 
 
+def test_notebook_cell_that_awaits_beside_its_block(shell):
+    """What a cell awaits before and after a block, on a line of its own, does not hide it."""
+    cell = "import asyncio\nawait asyncio.sleep(0)\nwith Trace():\n    v = [5].save()\n"
+    shell.run_cell(cell + "await asyncio.sleep(0)\n").raise_error()
+    assert shell.user_ns["v"] == [5]
+
+
+@pytest.mark.parametrize("interactivity", ["last_expr", "all"])
+def test_notebook_cell_with_text_in_its_block(shell, interactivity):
+    """A text or number on a line of its own, which a cell may show, does not hide the block."""
+    shell.ast_node_interactivity = interactivity
+    shell.run_cell("with Trace():\n    'text'\n    t = [6].save()\n    7\n").raise_error()
+    assert shell.user_ns["t"] == [6]
+
+
 def test_columns_are_counted_in_bytes():
     """Characters outside ASCII before a body or in it change nothing."""
     naïve = ["é"]

@@ -87,6 +87,31 @@ def test_and_for_or_in_a_module_without_asserts(tmp_path):
         module.f()
 
 
+LEFT_AT_ONCE = "for i in [1]:\n            if i: pass\n            break"
+
+
+@pytest.mark.parametrize(
+    ("line", "after"),
+    [
+        ("import json as m", "import math as m"),
+        ("for i in [1]:\n            continue", "for i in [1]:\n            break"),
+        ("for i in [1]:\n            if i: continue\n            break", LEFT_AT_ONCE),
+        ("x = dict(p=1)", "x = dict(q=1)"),
+        ("def g(*p): return 1", "def g(*q): return 1"),
+        ("def g():\n            global p; x = 1", "def g():\n            global x; x = 1"),
+    ],
+)
+def test_edits_that_move_nothing(tmp_path, line, after):
+    """A changed import, way out of a loop, keyword or `global` is seen where no column moves."""
+    before = f"def f():\n    with Trace():\n        {line}\n        y = [1].save()\n"
+    path = tmp_path / "unmoved_module.py"
+    module = load(path, before)
+    path.write_text(before.replace(line, after))
+    linecache.checkcache()
+    with pytest.raises(SourceChangedError):
+        module.f()
+
+
 def test_edit_of_a_module_with_rewritten_asserts(tmp_path, monkeypatch):
     """An edit is seen in a module whose asserts pytest rewrote, and its own asserts are not one."""
     header = f"from {Trace.__module__} import Trace\n"
@@ -104,6 +129,20 @@ def test_edit_of_a_module_with_rewritten_asserts(tmp_path, monkeypatch):
         else:
             with pytest.raises(SourceChangedError):
                 module.f()
+
+
+def test_rewritten_asserts_in_a_function_of_many_variables(tmp_path, monkeypatch):
+    """Pytest's asserts bring variables, which change how those of the block are loaded."""
+    values = "".join(f"        v{i} = {i}\n" for i in range(15))
+    text = f"def f():\n    with Trace():\n        assert str(1) == '1'\n{values}"
+    text += "        x = [v13, v14].save()\n    return x\n"
+    path = tmp_path / "many_asserts.py"
+    path.write_text(f"from {Trace.__module__} import Trace\n{text}")
+    pytest.register_assert_rewrite("many_asserts")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("many_asserts")
+    assert "@pytest_ar" in vars(module)
+    assert module.f() == [13, 14]
 
 
 def test_many_constants_and_names(tmp_path):

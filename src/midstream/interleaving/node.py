@@ -187,10 +187,15 @@ class Node:
             )
 
     def __getitem__(self, key: int | str | slice) -> Any:
-        items = list(self._children.values())
+        children = self._children
+        where = f"'{self._path}'" if self._path else "the model"
         if isinstance(key, str):
-            return self._children[key]
-        return items[key]
+            if key not in children:
+                raise KeyError(f"{where} has no {key!r} among its {len(children)} submodules")
+            return children[key]
+        if isinstance(key, int) and not -len(children) <= key < len(children):
+            raise IndexError(f"{where} has {len(children)} submodules; got the index {key}")
+        return list(children.values())[key]
 
     def __len__(self) -> int:
         return len(self._children)

@@ -107,6 +107,11 @@ class Block:
         """Check the form and read the function's source."""
         if (self.code is None) == (self.function is None):
             raise TypeError("a Block has either code or a function, exactly one of them")
+        if self.function is not None and not callable(self.function):
+            raise TypeError(
+                f"block={self.function!r} is no function: pass one that is called with "
+                "(model, tracer)"
+            )
         if self.function is not None and self.listing is None:
             self.listing = _listing(self.function)
 

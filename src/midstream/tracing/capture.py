@@ -29,7 +29,7 @@ from midstream.tracing.sources import (
     sources,
     with_position,
 )
-from midstream.tracing.verifying import Body, is_same, is_skippable
+from midstream.tracing.verifying import Body, is_empty, is_same, is_skippable
 
 __all__ = ["Capture", "forget_skip"]
 
@@ -66,7 +66,7 @@ class _Site:
     code: Code
     compiled: Compiled
     body: Body
-    is_idle: bool  # a body of constants and `pass`, which may run no line at all
+    is_idle: bool  # a body that does nothing, and may run no line at all
 
 
 class Capture:
@@ -170,7 +170,8 @@ def _find_site(frame: FrameType, what: str) -> _Site:
     name, lines = source.filename, source.lines
     check_layout(name, lines, found.node, found.item, what)
     check_body(name, lines, found.node, found.item)
-    body, is_idle = Body.of(found.node), does_nothing(found.node.body)
+    body = Body.of(found.node)
+    is_idle = does_nothing(found.node.body) or is_empty(frame.f_code, body)
     if not is_idle and not is_skippable(frame.f_code, frame.f_lasti, body):
         raise BlockLayoutError(
             f"{name}:{body.first}: the body of {what}(...) starts with `try`, which would catch "

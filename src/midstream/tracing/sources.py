@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from inspect import CO_COROUTINE
 from types import CodeType, FrameType
 
 from midstream.tracing.block import Code
@@ -77,9 +76,12 @@ class Source:
 
     def codes(self, like: CodeType) -> list[CodeType]:
         """Compile the text and return its code objects that bear the name of `like`."""
-        top_level_await = like.co_flags & CO_COROUTINE and like.co_name == "<module>"
-        flags = future_flags(like) | (ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if top_level_await else 0)
-        compiled = list(nested(self._compiled(flags)))
+        flags = future_flags(like)
+        try:
+            compiled = list(nested(self._compiled(flags)))
+        except SyntaxError:
+            # A notebook cell may await, and `like` be a statement of it that does not.
+            compiled = list(nested(self._compiled(flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)))
         return [code for code in compiled if code.co_qualname == like.co_qualname] or compiled
 
     @lru_cache(maxsize=4)  # noqa: B019 - sources themselves live in a bounded cache

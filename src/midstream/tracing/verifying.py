@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import ast
 import dis
+import sys
 import types
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from inspect import CO_VARARGS, CO_VARKEYWORDS
 from typing import Any
 
-__all__ = ["Body", "is_same", "is_same_function", "is_skippable"]
+__all__ = ["Body", "is_empty", "is_same", "is_same_function", "is_skippable"]
 
 _IGNORED = frozenset(
     {"NOP", "RESUME", "CACHE", "EXTENDED_ARG", "PRECALL", "PUSH_NULL", "POP_TOP", "PRINT_EXPR"}
+    # the way out of a `finally`, whose lines depend on what follows
+    | {"COPY", "POP_EXCEPT", "RERAISE"}
 )
 _PRINT = 1  # CALL_INTRINSIC_1's argument that prints an expression in an interactive session
+_VERBS = ("LOAD", "STORE", "DELETE")
+# From 3.13 on one instruction may do two, where the function has few variables: the second has the
+# column of the first. Pytest's asserts bring variables, so what counts is the order on the line.
+_HAS_PAIRS = sys.version_info >= (3, 13)
 _VARIABLES = ("FAST", "DEREF", "GLOBAL", "NAME", "CLASSDEREF", "CLOSURE")
 
 
@@ -110,6 +118,15 @@ def is_skippable(code: types.CodeType, lasti: int, body: Body) -> bool:
     return False
 
 
+def is_empty(code: types.CodeType, body: Body) -> bool:
+    """Whether the body compiled to no instruction that does anything."""
+    places = ((_place(i)[0], i.opname) for i in dis.get_instructions(code))
+    return all(
+        name in ("NOP", "RESUME") or line is None or not body.first <= line <= body.last
+        for line, name in places
+    )
+
+
 def _protected(code: types.CodeType, lasti: int) -> list[range]:
     """Return the offsets of the instructions whose exceptions go first to this `with`'s exit."""
     entries = getattr(dis.Bytecode(code), "exception_entries", ())
@@ -126,21 +143,53 @@ def _fingerprint(code: types.CodeType, body: Body) -> Counter[Any]:
 
 
 def _keys(code: types.CodeType, body: Body) -> Iterator[Any]:
-    for instruction in dis.get_instructions(code):
-        positions = instruction.positions
-        if positions is None or positions.lineno is None or instruction.opname in _IGNORED:
+    instructions = list(dis.get_instructions(code))
+    places = {i.offset: _place(i) for i in instructions}
+    variables: Counter[int] = Counter()
+    for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
+        line, column = places[instruction.offset]
+        if line is None or instruction.opname in _IGNORED or _is_shown(instruction, following):
             continue
-        if not body.holds(positions.lineno, positions.col_offset):
+        if not body.holds(line, column):
             continue
-        for operation in _operations(instruction, has_asserts=bool(body.asserts)):
-            yield (positions.lineno, positions.col_offset, operation)
+        for operation in _operations(instruction, _value(instruction, code), bool(body.asserts)):
+            if _HAS_PAIRS and operation[0] in _VERBS:
+                variables[line] += 1
+                yield (line, variables[line], operation)
+            else:
+                yield (line, column, operation)
+        if instruction.opcode in dis.hasjrel and not body.asserts:
+            yield (line, column, "TO", _inside(body, *places[instruction.argval]))
         if isinstance(instruction.argval, types.CodeType):
             yield from _keys(instruction.argval, body)
 
 
-def _operations(instruction: dis.Instruction, has_asserts: bool) -> Iterator[Any]:
+def _inside(body: Body, line: int | None, column: int | None) -> tuple[int, int | None] | None:
+    return (line, column) if line is not None and body.holds(line, column) else None
+
+
+def _place(instruction: dis.Instruction) -> tuple[int | None, int | None]:
+    positions = instruction.positions
+    return (positions.lineno, positions.col_offset) if positions is not None else (None, None)
+
+
+def _is_shown(instruction: dis.Instruction, following: dis.Instruction | None) -> bool:
+    """Whether a constant is loaded to be shown, which code that is not interactive leaves out."""
+    if following is None or not instruction.opname.startswith("LOAD_CONST"):
+        return False
+    prints = following.opname == "CALL_INTRINSIC_1" and following.arg == _PRINT
+    return prints or following.opname == "PRINT_EXPR"
+
+
+def _value(instruction: dis.Instruction, code: types.CodeType) -> Any:
+    if instruction.opname == "KW_NAMES":  # of which dis tells the number only, in 3.11
+        return code.co_consts[instruction.arg or 0]
+    return instruction.argval
+
+
+def _operations(instruction: dis.Instruction, value: Any, has_asserts: bool) -> Iterator[Any]:
     """Yield what an instruction does, in terms that do not depend on the code around it."""
-    name, value = instruction.opname, instruction.argval
+    name = instruction.opname
     if instruction.opcode in dis.hasjrel:
         # Rewritten asserts move jump targets, and with them the kind of jump.
         if "IF" in name and not has_asserts:
@@ -151,8 +200,10 @@ def _operations(instruction: dis.Instruction, has_asserts: bool) -> Iterator[Any
     elif name in ("LOAD_CONST", "KW_NAMES"):
         if value is not None or not has_asserts:
             yield ("CONST", _constant(value))
+    elif name in ("IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
+        yield (name, value)
     elif any(kind in name for kind in _VARIABLES) and isinstance(value, str | tuple):
-        verbs = [word for word in name.split("_") if word in ("LOAD", "STORE", "DELETE")]
+        verbs = [word for word in name.split("_") if word in _VERBS]
         names = value if isinstance(value, tuple) else (value,)
         yield from zip(verbs, names, strict=False)
     elif name == "LOAD_METHOD":  # or LOAD_ATTR, where the module imports the object by that name
@@ -164,8 +215,10 @@ def _operations(instruction: dis.Instruction, has_asserts: bool) -> Iterator[Any
 def _constant(value: Any) -> Any:
     """Return a key that tells apart constants which compare equal (1, 1.0, True)."""
     if isinstance(value, types.CodeType):
-        arguments = value.co_varnames[: value.co_argcount + value.co_kwonlyargcount]
-        return ("code", value.co_name, arguments, value.co_posonlyargcount)
+        stars = value.co_flags & (CO_VARARGS | CO_VARKEYWORDS)
+        count = value.co_argcount + value.co_kwonlyargcount + stars.bit_count()
+        arguments = value.co_varnames[:count]
+        return ("code", value.co_name, arguments, value.co_posonlyargcount, stars)
     if isinstance(value, frozenset):
         return ("frozenset", frozenset(map(_constant, value)))
     if isinstance(value, tuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from importlib import metadata
 from typing import Any
@@ -147,7 +148,7 @@ def test_class_that_subclasses_ours() -> None:
 # --- vLLM ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", ["0", "false", "False"])
+@pytest.mark.parametrize("value", ["0", "00", "false", "False", "off", ""])
 def test_older_runner_by_the_environment(
     path: str, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
@@ -155,6 +156,25 @@ def test_older_runner_by_the_environment(
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
     with pytest.raises(EngineBuildError, match=f"VLLM_USE_V2_MODEL_RUNNER='{value}'.*Unset it"):
         VLLM(path)
+
+
+def test_users_own_choice_of_the_runner_stays_out_of_the_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU the client lacks the Triton that the setting, right for the engine, asks for."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
+    cpu = bootstrap.Installed("0.32.0", cpu=True)
+    for variables in (bootstrap.runner_variables(cpu), bootstrap.process_variables(cpu)):
+        with bootstrap.environment(variables):
+            assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
+        assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+
+
+def test_checkpoint_that_is_run_as_a_pooling_model() -> None:
+    """It is refused at construction, whatever makes vLLM run it so (O21)."""
+    with pytest.raises(UnsupportedError, match="pooling models have no steps"):
+        VLLM(str(checkpoint("T-LLAMA", with_tokenizer=True)), convert="embed", **TINY)
 
 
 def test_older_runner_by_an_engine_argument() -> None:

@@ -99,9 +99,9 @@ def test_module_lists(tree: VLLM) -> None:
     assert layers[1:3] == [layers[1], layers[2]]
     assert layers[::-1] == list(layers)[::-1]
     assert [node.path for node in tree] == ["model", "lm_head", "logits_processor"]
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="has 4 submodules"):
         layers[4]
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="among its 4 submodules"):
         layers["4"]
 
 

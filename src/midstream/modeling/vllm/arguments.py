@@ -32,6 +32,11 @@ _ABSENT = {
     "enable_dbo": "It splits a step's rows in two; leave it out.",
 }
 
+POOLING = (
+    "Only models that generate text are supported; pooling models have no steps to trace. Leave "
+    "`runner`, `convert` and `task` out, and choose a checkpoint that generates."
+)
+
 
 def refuse(arguments: Mapping[str, Any]) -> None:
     """Refuse engine arguments that blocks cannot work with.
@@ -46,10 +51,7 @@ def refuse(arguments: Mapping[str, Any]) -> None:
         if arguments.get(name):
             raise UnsupportedError(f"{name}={arguments[name]!r} is not supported. {instead}")
     if arguments.get("runner", "auto") not in ("auto", "generate") or arguments.get("task"):
-        raise UnsupportedError(
-            "Only models that generate text are supported; pooling models have no steps to trace. "
-            "Leave `runner` and `task` out."
-        )
+        raise UnsupportedError(POOLING)
 
 
 def check_mode(mode: str) -> None:

@@ -73,11 +73,18 @@ def refuse_old_runner() -> None:
         EngineBuildError: naming the setting.
     """
     value = os.environ.get(_RUNNER)
-    if value is not None and value.strip().lower() in ("0", "false", ""):
+    if value is not None and not _is_on(value):
         raise EngineBuildError(
-            f"{_RUNNER}={value!r} selects vLLM's older model runner, which "
-            "midstream does not work with. Unset it."
+            f"{_RUNNER}={value!r} selects vLLM's older model runner, or none that it knows, and "
+            "midstream does not work with that. Unset it."
         )
+
+
+def _is_on(value: str) -> bool:
+    try:
+        return bool(int(value))  # as vLLM reads it
+    except ValueError:
+        return value.strip().lower() == "true"
 
 
 def in_process() -> bool:
@@ -110,34 +117,41 @@ def _ready() -> bool:
 
 
 @contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, and put back what was there.
+def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables, those of None unset, and put back what was there.
 
     What vLLM sets for its processes is put back too: it is of no use to others that this one
     starts, or to another engine's.
     """
     of_vllm = ("LD_PRELOAD",) if in_process() else ("LD_PRELOAD", _BREAKABLE)
     before = {name: os.environ.get(name) for name in (*of_vllm, *variables)}
-    os.environ.update(variables)
+    _set(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _set(before)
 
 
-def runner_variables(vllm: Installed) -> dict[str, str]:
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def runner_variables(vllm: Installed) -> dict[str, str | None]:
     """What makes vLLM choose its current model runner in this process, where it would not.
 
-    Empty where the engine has processes of its own: those choose when they start.
+    Engine processes of their own choose when they start. On a CPU the client, which has no Triton,
+    must not choose then: a user's own setting is out of sight there.
     """
-    return {_RUNNER: "1"} if vllm.cpu and in_process() else {}
+    if not vllm.cpu:
+        return {}
+    return {_RUNNER: "1" if in_process() else None}
 
 
-def process_variables(vllm: Installed, *, invariant: bool = False) -> dict[str, str]:
+def process_variables(vllm: Installed, *, invariant: bool = False) -> dict[str, str | None]:
     """What the engine's processes have to find in their environment when they start.
 
     Args:
@@ -146,12 +160,13 @@ def process_variables(vllm: Installed, *, invariant: bool = False) -> dict[str, 
     Raises:
         UnsupportedError: an engine in this process was built otherwise.
     """
-    chosen = {_INVARIANT: "1"} if invariant else {}
+    chosen: dict[str, str | None] = {_INVARIANT: "1"} if invariant else {}
     if in_process():
         _fix(invariant or _is_set(_INVARIANT))
         return {**runner_variables(vllm), **chosen}
     # a worker needs 3 s to end on a free machine; one that vLLM has to kill leaves shared memory
-    variables = {_PATIENCE: os.environ.get(_PATIENCE, "15"), **chosen}
+    patience = os.environ.get(_PATIENCE, "15")
+    variables = {_PATIENCE: patience, **runner_variables(vllm), **chosen}
     if vllm.cpu:
         path = os.environ.get("PYTHONPATH", "")
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_BOOTSTRAP), path]))

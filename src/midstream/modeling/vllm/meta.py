@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from midstream.errors import EngineBuildError
+from midstream.errors import EngineBuildError, UnsupportedError
+from midstream.modeling.vllm.arguments import POOLING
 
 _ONE_RANK = {
     "tensor_parallel_size": 1,
@@ -34,13 +35,14 @@ def build(repo: str, arguments: dict[str, Any]) -> tuple[torch.nn.Module, Any]:
     Raises:
         EngineBuildError: vLLM refuses the checkpoint or the arguments, or the settings select its
             older model runner.
+        UnsupportedError: vLLM would run the checkpoint as a pooling model.
     """
     fixed = {**_ONE_RANK, "enforce_eager": True, "load_format": "dummy"}
     for name in ("distributed_executor_backend", "worker_cls", "scheduler_cls"):
         arguments = {key: value for key, value in arguments.items() if key != name}
     try:
         return _build({**arguments, **fixed, "model": repo})
-    except EngineBuildError:
+    except (EngineBuildError, UnsupportedError):
         raise
     except Exception as error:
         raise EngineBuildError(
@@ -52,6 +54,8 @@ def _build(arguments: dict[str, Any]) -> tuple[torch.nn.Module, Any]:
     from vllm.engine.arg_utils import EngineArgs
 
     config = EngineArgs(**arguments).create_engine_config()
+    if config.model_config.runner_type != "generate":
+        raise UnsupportedError(POOLING)
     refuse_old_runner(config)
     with _one_rank_group(config):
         return _initialize(config), config.model_config

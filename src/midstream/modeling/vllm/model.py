@@ -197,7 +197,7 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
 
         Raises:
             PromptError: not exactly one prompt, or one longer than a step.
-            TypeError: an unknown setting.
+            TypeError: an unknown setting, or a block that is no function.
             ValueError: no installed edit has one of the names.
             InterventionError: the block, or an edit, failed (at the end of the `with`).
         """
