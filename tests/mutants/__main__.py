@@ -1,6 +1,7 @@
 """Make small mistakes in the library, one at a time, and see that the named tests catch each.
 
 `python -m tests.mutants --only O5 C41 --out FILE`; the exit status is 1 if one was not caught.
+With `--only`, rows of the file that are of other mutants, and of these as they are, stay.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ HEAD = """\
 
 <!-- Made by python -m tests.mutants --out tests/mutants/RESULT.md -->
 
-Each row is a mistake in one line of the library, and the assertion that caught it. {caught} of
-{count} were caught, on {date}, commit `{commit}`, Python {python}, PyTorch {torch}, vLLM {vllm},
-in {seconds:.0f} s.
+Each row is a mistake in one line of the library, and the assertion that caught it, on the day and
+at the commit in its last cell. The last run was of {count} of them and took {seconds:.0f} s, with
+Python {python}, PyTorch {torch} and vLLM {vllm}.
 
-| statement | mistake | test | caught at |
-|---|---|---|---|
+| statement | mistake | test | caught at | run |
+|---|---|---|---|---|
 """
 
 
@@ -48,15 +49,17 @@ def main() -> int:
     if wrong:
         return _refuse(wrong)
     chosen = [one for one in mutants if not given.only or one.statement in given.only]
-    began = time.monotonic()
+    began, at = time.monotonic(), f"{datetime.date.today().isoformat()} `{_commit()}`"
     with tempfile.TemporaryDirectory(prefix="midstream-mutants-") as folder:
         copy = Copy(Path(folder).resolve())
         if failing := _failing_unmutated(copy, chosen):
             return _refuse(failing)
         found = [_run(copy, mutant) for mutant in chosen]
-    text = _page(found, time.monotonic() - began)
     if given.out:
-        Path(given.out).write_text(text, encoding="utf-8")
+        out = Path(given.out)
+        before = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
+        rows = _rows(found, at, mutants, before)
+        out.write_text(_head(len(found), time.monotonic() - began) + rows, encoding="utf-8")
     missed = [one.statement for one, verdict, _ in found if verdict is not Verdict.CAUGHT]
     print(f"{len(found) - len(missed)} of {len(found)} caught", *missed)
     return 1 if missed else 0
@@ -106,20 +109,28 @@ def _run(copy: Copy, mutant: Mutant) -> tuple[Mutant, Verdict, str]:
     return mutant, verdict, where
 
 
-def _page(found: Found, seconds: float) -> str:
-    head = HEAD.format(
-        caught=sum(verdict is Verdict.CAUGHT for _, verdict, _ in found),
-        count=len(found),
-        date=datetime.date.today().isoformat(),
-        commit=_commit(),
+def _head(count: int, seconds: float) -> str:
+    return HEAD.format(
+        count=count,
+        seconds=seconds,
         python=platform.python_version(),
         torch=version("torch"),
         vllm=_vllm(),
-        seconds=seconds,
     )
-    return head + "".join(
-        f"{row(one)} {_told(verdict, where)} |\n" for one, verdict, where in found
-    )
+
+
+def _rows(found: Found, at: str, mutants: list[Mutant], before: list[str]) -> str:
+    """The result of a run, with rows of an earlier one for what was not run."""
+    new = {
+        one.statement: f"{row(one)} {_told(verdict, where)} | {at} |"
+        for one, verdict, where in found
+    }
+    rows = [new.get(one.statement) or _kept(one, before) for one in mutants]
+    return "".join(f"{line}\n" for line in rows if line)
+
+
+def _kept(mutant: Mutant, before: list[str]) -> str:
+    return next((line for line in before if line.startswith(row(mutant))), "")
 
 
 def _told(verdict: Verdict, where: str) -> str:
