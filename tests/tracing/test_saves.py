@@ -191,6 +191,7 @@ def test_save_with_arguments_on_a_value_that_has_none():
 def test_marks_of_dead_objects_are_gone():
     """A new object at the address of a saved one that died is not taken for saved (C26)."""
     scope = Scope()
+    full = [Thing() for _ in range(5000)]  # so that the next place to be free is the next taken
     thing = Thing()
     address, dead = id(thing), weakref.ref(thing)
     scope.mark(thing)
@@ -201,6 +202,7 @@ def test_marks_of_dead_objects_are_gone():
     finally:
         gc.enable()
     assert dead() is None
+    assert len(full) == 5000
     assert address in map(id, others.values())
     assert scope.collect(others) == {}
     lists = Scope()

@@ -69,6 +69,7 @@ def test_value_read_after_a_write_is_what_was_written(llama: Any) -> None:
     """
     with llama.trace(A, **GREEDY):
         mlp = llama.model.layers[1].mlp
+        mlp.output = ROWS * 2
         mlp.output = ROWS
         assigned = mlp.output.clone().save()
         mlp.output[2] = 5.0
