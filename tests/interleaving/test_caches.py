@@ -73,7 +73,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def test_all_modules_are_recorded_as_they_returned() -> None:
-    """Without a choice every called module is there, with what it returned at that moment."""
+    """Without a choice every called module is there, with what it returned at that moment (C70)."""
     x = rows(3, 1)
     requests = Requests(lambda r: r.open())
     requests.step(x)

@@ -159,6 +159,17 @@ def test_an_input_can_be_replaced_without_touching_its_other_holders(steps: Step
     )
     assert torch.equal(steps.step([x], [keyword]), plain([x], layer0=lambda h, r: (h * 2, r))[0])
 
+    def replaced() -> None:
+        args, kwargs = steps.root.layers[1].inputs
+        steps.root.layers[1].inputs = (args, {**kwargs, "hidden": kwargs["hidden"] * 2})
+
+    held: list[torch.Tensor] = []  # another holder of what layer 1 is called with
+    steps.model.layers[0].register_forward_hook(lambda *call: held.append(call[-1][0]))
+    assert torch.equal(steps.step([x], [keyword]), steps.step([x], [replaced]))
+    hidden = plain([x])[1][0][0]
+    assert torch.equal(held[0], hidden * 2)
+    assert torch.equal(held[1], hidden)
+
 
 def test_first_keyword_is_the_input_of_a_module_called_by_keyword(steps: Steps) -> None:
     """`input` is the first positional argument, else the first keyword one (B1)."""

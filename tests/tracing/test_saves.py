@@ -191,13 +191,20 @@ def test_save_with_arguments_on_a_value_that_has_none():
 def test_marks_of_dead_objects_are_gone():
     """A new object at the address of a saved one that died is not taken for saved (C26)."""
     scope = Scope()
+    full = [Thing() for _ in range(5000)]  # so that the next place to be free is the next taken
     thing = Thing()
-    dead = weakref.ref(thing)
+    address, dead = id(thing), weakref.ref(thing)
     scope.mark(thing)
-    del thing
-    gc.collect()
+    gc.disable()  # it would free other places, to be taken before the one that is looked for
+    try:
+        del thing
+        others = {f"n{i}": Thing() for i in range(200)}
+    finally:
+        gc.enable()
     assert dead() is None
-    assert scope.collect({f"n{i}": Thing() for i in range(200)}) == {}
+    assert len(full) == 5000
+    assert address in map(id, others.values())
+    assert scope.collect(others) == {}
     lists = Scope()
     lists.mark([])
     assert lists.collect({f"n{i}": [] for i in range(200)}) == {}

@@ -121,7 +121,7 @@ def test_writes(steps: Steps, write: Callable[..., None], neighbour: bool) -> No
 
 @pytest.mark.parametrize("way", ["input", "inputs", "in place"])
 def test_inputs_are_written(steps: Steps, way: str) -> None:
-    """What an operation is called with can be replaced, and edited in place."""
+    """What an operation is called with can be replaced, and edited in place (B3)."""
     x = rows(3, 1)
 
     def block() -> None:

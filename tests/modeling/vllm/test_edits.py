@@ -212,7 +212,7 @@ def test_values_of_edits_and_of_the_trace_stay_apart(model: Any) -> None:
 
 
 def test_the_later_edit_wins_though_it_is_done_first(model: Any) -> None:
-    """An edit that is done sends its values while its request goes on; their order stays."""
+    """An edit that is done sends its values while its request goes on; their order stays (C83)."""
     with model.edit() as (tracer, _):
         looped = -1
         for _ in tracer.all():

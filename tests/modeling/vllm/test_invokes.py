@@ -36,24 +36,27 @@ def test_each_invoke_sees_its_own_rows(llama: Any, hf: Oracle) -> None:
     assert [out.prompt_token_ids for out in tracer.result] == PROMPTS
 
 
-def test_an_edit_in_one_invoke_leaves_the_others_alone(llama: Any, hf: Oracle) -> None:
-    """Each request continues as it would alone, one edited and one replaced among plain ones.
+@pytest.mark.parametrize("edited", [0, 1, 2])
+def test_an_edit_in_one_invoke_leaves_the_others_alone(llama: Any, hf: Oracle, edited: int) -> None:
+    """Each request continues as it would alone, one edited and one replaced, the last one plain.
+
+    Whichever it is: their rows stand in the batch by their length, not by their order here.
 
     (C41).
     """
-    clean = [hf.generate(prompt, 4).tokens for prompt in (A, C)]
-    edited = hf.generate(B, 4, changes=[zero_mlp(0)], when="prefill").tokens
-    assert edited != hf.generate(B, 4).tokens
+    right = [hf.generate(prompt, 4).tokens for prompt in PROMPTS]
+    clean, changes = right[edited], [zero_mlp(0)]
+    right[edited] = hf.generate(PROMPTS[edited], 4, changes=changes, when="prefill").tokens
+    assert right[edited] != clean
     with llama.trace(max_tokens=4, **GREEDY) as tracer:
-        with tracer.invoke(A):
-            pass
-        with tracer.invoke(B):
-            llama.model.layers[0].mlp.output[:] = 0
-        with tracer.invoke(C):
-            hidden, residual = llama.model.layers[1].output
-            llama.model.layers[1].output = (hidden.clone(), residual)
-    tokens = [out.outputs[0].token_ids for out in tracer.result]
-    assert tokens == [clean[0], edited, clean[1]]
+        for index, prompt in enumerate(PROMPTS):
+            with tracer.invoke(prompt):
+                if index == edited:
+                    llama.model.layers[0].mlp.output[:] = 0
+                elif index == (edited + 1) % 3:
+                    hidden, residual = llama.model.layers[1].output
+                    llama.model.layers[1].output = (hidden.clone(), residual)
+    assert [out.outputs[0].token_ids for out in tracer.result] == right
 
 
 def test_settings_of_an_invoke_win_over_the_traces(llama: Any) -> None:
@@ -91,12 +94,13 @@ def test_containers_saved_above_the_invokes_are_filled_by_all(llama: Any) -> Non
     with llama.trace(max_tokens=1, **GREEDY) as tracer:
         slots = [None, None, [0, None]].save()
         rows = [].save()
-        table = {"kept": 1}.save()
+        table = {"kept": 1, "first": 0}.save()
         with tracer.invoke(A):
             slots[0] = "a"
             slots[2][0] = 5
             rows.append(len(llama.model.layers[0].output[0]))
             table["a"] = int(llama.samples)
+            table["first"] = 2
         with tracer.invoke(B):
             slots[1] = "b"
             slots[2][1] = 6
@@ -105,7 +109,7 @@ def test_containers_saved_above_the_invokes_are_filled_by_all(llama: Any) -> Non
     tokens = [out.outputs[0].token_ids[0] for out in tracer.result]
     assert slots == ["a", "b", [5, 6]]
     assert rows == [len(A), len(B)]
-    assert table == {"kept": 1, "a": tokens[0], "b": tokens[1]}
+    assert table == {"kept": 1, "first": 2, "a": tokens[0], "b": tokens[1]}
 
 
 def test_loop_variables_have_the_value_of_their_pass(llama: Any) -> None:

@@ -232,6 +232,8 @@ def test_prompt_that_a_step_has_no_room_for(narrow: Any) -> None:
     (O4, A25, C99, case 17).
     """
     other = Neighbour(narrow, LONG[:100], max_tokens=12)
+    narrow.vllm_entrypoint.llm_engine.step()
+    assert other.widths == [64]  # what is left of it leaves room for a part of the next prompt
     got = narrow.trace(LONG[:40], block=_rows, **GREEDY).saves
     assert got["ids"].tolist() == LONG[:40]
     assert max(other.widths) <= 64 < 100

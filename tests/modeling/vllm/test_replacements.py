@@ -70,6 +70,7 @@ def test_value_read_after_a_write_is_what_was_written(llama: Any) -> None:
     """
     with llama.trace(A, **GREEDY):
         mlp = llama.model.layers[1].mlp
+        mlp.output = ROWS * 2
         mlp.output = ROWS
         assigned = mlp.output.clone().save()
         mlp.output[2] = 5.0
@@ -94,12 +95,14 @@ def test_replacement_is_taken_as_it_is_when_assigned(llama: Any) -> None:
 
 @pytest.mark.parametrize("convert", [torch.Tensor.double, torch.Tensor.half, torch.Tensor.long])
 def test_replacement_is_converted_to_the_models_dtype(llama: Any, convert: Any) -> None:
-    """A replacement of another dtype lands as the engine's own (O6, B14)."""
+    """A replacement of another dtype lands, and reads back, as the engine's own (O6, B14)."""
     rows = convert(ROWS)
     with llama.trace(A, **GREEDY):
         llama.model.layers[1].mlp.output = rows
+        back = llama.model.layers[1].mlp.output.save()
         arrived = llama.model.layers[1].output[0].save()
-    assert arrived.dtype == torch.float32
+    assert back.dtype == arrived.dtype == torch.float32
+    assert torch.equal(back, rows.float())
     assert torch.equal(arrived, rows.float())
 
 

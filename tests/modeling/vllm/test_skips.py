@@ -74,6 +74,8 @@ def test_a_skipped_layer_still_fills_its_cache(llama: Any, hf: Oracle, beside: b
     right = hf.generate(A, 4, changes=[change], when="prefill")
     clean = hf.generate(A, 4)
     assert right.tokens != clean.tokens
+    with llama.trace(A, max_tokens=1, **GREEDY):  # what modules return is known from here on
+        llama.model.layers[3].output
     other = Neighbour(llama, B, max_tokens=6) if beside else None
     with llama.trace(A, max_tokens=4, **GREEDY) as tracer:
         llama.model.layers[1].skip(pair)

@@ -115,14 +115,16 @@ def test_reads_before_a_loop_and_nested_loops(llama: Any, hf: Oracle) -> None:
         seen = []
         for outer in tracer.iter[:2]:
             if outer == 1:
-                for inner in tracer.iter[2:4]:
+                for inner in tracer.iter[:3]:
+                    seen.append((outer, inner, int(llama.samples)))
+                for inner in tracer.iter[3:4]:
                     seen.append((outer, inner, int(llama.samples)))
             else:
                 seen.append((outer, None, int(llama.samples)))
         seen.save()
         rows = len(early)
         rows.save()
-    assert seen == [(0, None, tokens[0]), (1, 2, tokens[2]), (1, 3, tokens[3])]
+    assert seen == [(0, None, tokens[0]), *((1, step, tokens[step]) for step in (1, 2, 3))]
     assert rows == len(A)
 
 
