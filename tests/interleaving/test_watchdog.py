@@ -278,6 +278,21 @@ def test_the_watchdog_rests_when_no_block_runs(monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(run.error, LimitExceededError)
 
 
+def test_a_block_that_could_not_wake_the_watchdog_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waking may be cut short by what ends another block; the thread looks by itself soon."""
+    monkeypatch.setattr(watchdog, "_POLLS_BEFORE_REST", 1)
+    clock = Clock(0.1)
+    Run(lambda: None, clock=clock).resume()
+    deadline = time.monotonic() + 10
+    while not WATCHDOG.rests and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert WATCHDOG.rests
+    WATCHDOG.rests = False  # as after a wake that was cut short: nobody will wake it
+    run = Run(for_ever, clock=clock)
+    run.resume()
+    assert isinstance(run.error, LimitExceededError)
+
+
 @pytest.fixture
 def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Signals as an engine's own process has them."""

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,7 @@ ATTEMPTS = 4
 """The last of them leaves the block where it stands."""
 
 _POLLS_BEFORE_REST = 40
+_LONGEST_REST = 1.0  # seconds
 _raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _raise_in_thread.argtypes = (ctypes.c_ulong, ctypes.py_object)
 _thread_state = ctypes.pythonapi.PyThreadState_Get
@@ -209,7 +211,8 @@ class Watchdog:
         self.rests = True
         self._clocks: weakref.WeakSet[Clock] = weakref.WeakSet()
         self._lock = threading.Lock()
-        self._wanted = threading.Event()
+        self._gate = threading.Lock()  # open when a block has begun
+        self._gate.acquire()
         self._thread: threading.Thread | None = None
 
     def watch(self, clock: Clock) -> None:
@@ -224,9 +227,14 @@ class Watchdog:
                 self._thread.start()
 
     def wake(self) -> None:
-        """Begin to look; called after a clock's `run` is set, if the thread rests."""
+        """Begin to look; called after a clock's `run` is set, if the thread rests.
+
+        What ends an earlier block may still arrive between any two of these lines, so each is one
+        that Python does not divide, and the thread looks now and then without being woken.
+        """
+        with suppress(RuntimeError):  # another engine's block has opened it
+            self._gate.release()
         self.rests = False
-        self._wanted.set()
 
     def _look(self) -> None:
         while True:
@@ -250,10 +258,11 @@ class Watchdog:
         return min(0.25, max(0.01, shortest / 8))
 
     def _rest(self) -> None:
-        self._wanted.clear()
+        self._gate.acquire(blocking=False)
         self.rests = True  # a block that begins after this wakes the thread; others are seen now
-        if not self._check():
-            self._wanted.wait()
+        while not self._check():
+            if self._gate.acquire(timeout=_LONGEST_REST):
+                break
         self.rests = False
 
 
