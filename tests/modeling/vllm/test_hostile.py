@@ -55,6 +55,8 @@ def test_an_engine_killed_inside_a_block(hostile: Program) -> None:
     facts = hostile.facts("core_killed")
     assert "hostile.py, line " in facts["text"]
     assert facts["left"] == []
+    assert facts["shared"] > 0
+    assert facts["files"] == []
     assert hostile.facts("after_core_killed")["right_after"]
 
 

@@ -18,7 +18,12 @@ import psutil
 
 from midstream import VLLM
 from midstream.errors import EngineDeadError, InterventionError
-from tests.modeling.vllm.scripts.reporting import TINY, engine_processes, reported
+from tests.modeling.vllm.scripts.reporting import (
+    TINY,
+    engine_processes,
+    reported,
+    shared_memory,
+)
 from tests.support.checkpoints import A, B, checkpoint
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -100,6 +105,7 @@ def core_killed(model: Any, usual: list[int]) -> None:
     """The engine core is killed while a block executes."""
     children = psutil.Process(os.getpid()).children()
     [core] = [process for process in children if process in engine_processes()]
+    shared = set(shared_memory(engine_processes())) - set(shared_memory([psutil.Process()]))
     with reported("core_killed") as facts:
         threading.Timer(0.4, core.kill).start()
         try:
@@ -108,6 +114,8 @@ def core_killed(model: Any, usual: list[int]) -> None:
         except EngineDeadError as error:
             facts["text"] = str(error)
         facts["left"] = [str(process) for process in engine_processes()]
+        facts["shared"] = len(shared)
+        facts["files"] = sorted(shared.intersection(os.listdir("/dev/shm")))
     with reported("after_core_killed") as facts:
         facts["right_after"] = tokens(model) == usual
 
