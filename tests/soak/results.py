@@ -19,12 +19,14 @@ class Result:
 
     Attributes:
         ended: tokens, finish reason and stop reason of each sequence.
+        scores: log probability of each token of each sequence, where they were asked for.
         error: first line of the error of each sequence's block.
         saves: values by name, of each sequence.
         name: the request's id.
     """
 
     ended: list[tuple[Any, ...]]
+    scores: list[torch.Tensor]
     error: list[str | None]
     saves: list[dict[str, Any]]
     name: str
@@ -41,7 +43,15 @@ def result_of(outcome: Any) -> Result:
         record.error and f"{record.error.type_name}: {record.error.message}" for record in records
     ]
     saves = [record.saves for record in records]
-    return Result(ended, errors, saves, str(outcome.output.request_id))
+    scores = [_scores(one) for one in outcome.output.outputs]
+    return Result(ended, scores, errors, saves, str(outcome.output.request_id))
+
+
+def _scores(completion: Any) -> torch.Tensor:
+    entries = completion.logprobs or ()
+    return torch.tensor(
+        [entry[token].logprob for token, entry in zip(completion.token_ids, entries, strict=False)]
+    )
 
 
 def difference(got: Result, right: Result) -> str | None:
@@ -50,7 +60,7 @@ def difference(got: Result, right: Result) -> str | None:
         return f"ended {got.ended}, alone {right.ended}"
     if got.error != right.error:
         return f"error {got.error}, alone {right.error}"
-    return _differs(got.saves, right.saves, "saves")
+    return _differs(got.scores, right.scores, "scores") or _differs(got.saves, right.saves, "saves")
 
 
 def _differs(got: Any, right: Any, where: str) -> str | None:
