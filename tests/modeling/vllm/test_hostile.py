@@ -22,7 +22,12 @@ def hostile() -> Iterator[Program]:
 
 
 def test_prints_and_warnings_cross_from_the_engines_process(hostile: Program) -> None:
-    """They arrive where the caller has redirected them, with the caller's line."""
+    """They arrive where the caller has redirected them, with the caller's line.
+
+    What the block imports, it imports there.
+
+    (C14).
+    """
     facts = hostile.facts("printing")
     process = int(facts["text"].removeprefix("process "))
     assert process != facts["here"]

@@ -107,7 +107,7 @@ def _kill(workers: list[Any]) -> None:
 
 def _shared_memory(pids: Iterable[int]) -> set[str]:
     """Names of the shared memory and the semaphores that processes have mapped (Linux)."""
-    found = set()
+    found = set[str]()
     for pid in pids:
         with suppress(OSError):
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()

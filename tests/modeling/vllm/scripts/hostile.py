@@ -69,7 +69,9 @@ def printing(model: Any) -> None:
         with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(out):
             warnings.simplefilter("always")
             with model.trace(A, max_tokens=2, **GREEDY):
-                print("process", os.getpid())
+                import os as there
+
+                print("process", there.getpid())
                 warnings.warn("from afar", RuntimeWarning, stacklevel=1)
                 model.logits
         facts["text"] = out.getvalue()
