@@ -60,8 +60,7 @@ def test_an_engine_killed_inside_a_block(hostile: Program) -> None:
     facts = hostile.facts("core_killed")
     assert "hostile.py, line " in facts["text"]
     assert facts["left"] == []
-    assert facts["shared"] > 0
-    assert facts["files"] == []
+    assert {"psm", "sem.mp"} <= set(facts["gone"])  # what vLLM's processes shared
     assert hostile.facts("after_core_killed")["right_after"]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from midstream.modeling.vllm.engine import process
 
 PATIENCE = 30.0  # seconds for a healthy engine's processes to put down what they hold
-_SHARED = re.compile(r"/dev/shm/(psm_\w+|sem\.mp-\w+)$")  # what Python calls shared memory
+_SHARED = re.compile(r"psm_\w+|sem\.mp-\w+")  # what Python calls shared memory
 
 
 class Ending:
@@ -106,13 +106,19 @@ def _kill(workers: list[Any]) -> None:
 
 
 def _shared_memory(pids: Iterable[int]) -> set[str]:
-    """Names of the shared memory and the semaphores that processes have mapped (Linux)."""
-    found = set[str]()
+    """Names of the shared memory and the semaphores that processes have mapped (Linux).
+
+    A semaphore is mapped under another name than it ends up with: the file is what tells.
+    """
+    mapped = set[int]()
     for pid in pids:
         with suppress(OSError):
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            found.update(match[1] for line in lines if (match := _SHARED.search(line)))
-    return found
+            mapped.update(int(line.split()[4]) for line in lines if "/dev/shm/" in line)
+    with suppress(OSError):
+        named = (file for file in os.scandir("/dev/shm") if _SHARED.fullmatch(file.name))
+        return {file.name for file in named if file.inode() in mapped}
+    return set()
 
 
 def _remove(names: Iterable[str]) -> None:

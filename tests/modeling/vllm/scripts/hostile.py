@@ -18,12 +18,7 @@ import psutil
 
 from midstream import VLLM
 from midstream.errors import EngineDeadError, InterventionError
-from tests.modeling.vllm.scripts.reporting import (
-    TINY,
-    engine_processes,
-    reported,
-    shared_memory,
-)
+from tests.modeling.vllm.scripts.reporting import TINY, engine_processes, reported
 from tests.support.checkpoints import A, B, checkpoint
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -107,7 +102,7 @@ def core_killed(model: Any, usual: list[int]) -> None:
     """The engine core is killed while a block executes."""
     children = psutil.Process(os.getpid()).children()
     [core] = [process for process in children if process in engine_processes()]
-    shared = set(shared_memory(engine_processes())) - set(shared_memory([psutil.Process()]))
+    shared = set(os.listdir("/dev/shm"))
     with reported("core_killed") as facts:
         threading.Timer(0.4, core.kill).start()
         try:
@@ -116,8 +111,8 @@ def core_killed(model: Any, usual: list[int]) -> None:
         except EngineDeadError as error:
             facts["text"] = str(error)
         facts["left"] = [str(process) for process in engine_processes()]
-        facts["shared"] = len(shared)
-        facts["files"] = sorted(shared.intersection(os.listdir("/dev/shm")))
+        gone = shared.difference(os.listdir("/dev/shm"))
+        facts["gone"] = sorted({name.split("_")[0].split("-")[0] for name in gone})
     with reported("after_core_killed") as facts:
         facts["right_after"] = tokens(model) == usual
 
