@@ -21,6 +21,8 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 1},
     {"temperature": 1.0, "seed": 11},
     {"temperature": 0.7, "seed": 5, "top_k": 20},
+    {"temperature": 0.0, "prompt_logprobs": 1},
+    {"temperature": 0.8, "seed": 3, "top_p": 0.9, "repetition_penalty": 1.2},
 )
 TOKENS = (1, 4, 16, 60)
 TOGETHER = 16
