@@ -66,7 +66,7 @@ VALUES = (
     "@{l}.flip(0)",
     "@{l}.float()",
     "@{l}.clone().requires_grad_()",
-    "{v} + @{l}",
+    "{e} + @{l}",
 )
 MISFITS = ("None", "torch.zeros(2, 3)", "(r0,)", "[r0, r1, r2, 5]", "'text'", "{{}}", "r0[:0]")
 EXPRESSIONS = ("{v}", "{v} * {c}", "{v}.flip(0)", "torch.tanh({v})", "{v} + r0", "{v}[-1:]", "V")
@@ -83,12 +83,12 @@ CAUGHT = ("OutOfOrderError", "ValueError", "Exception", "(KeyError, RuntimeError
 
 
 @st.composite
-def filled(draw: st.DrawFn, templates: Sequence[str], leaf: str = "") -> str:
-    """A template with its variables drawn."""
+def filled(draw: st.DrawFn, templates: Sequence[str], leaf: str = "", one_row: bool = False) -> str:
+    """A template with its variables drawn; with `one_row`, of expressions the last row."""
     text = draw(st.sampled_from(templates))
     expression = ""
     if "{e}" in text:
-        expression = f"({draw(filled(EXPRESSIONS))})"
+        expression = f"({draw(filled(EXPRESSIONS))})" + "[-1:]" * one_row
     return text.format(v=draw(_variable), c=draw(_factor), e=expression, l=leaf)
 
 
@@ -102,8 +102,9 @@ class Blocks:
         sites: where blocks read and write.
         calls: paths of modules that take and give rows.
         edits: templates of edits, if not all of them.
-        numbers: templates of edits at the sites that serve integers.
         skips: sites (outputs) of the modules that may be skipped.
+        later: whether they are for steps after the first, which have one row: a value with the
+            rows of the prompt would fit none of them.
     """
 
     def __init__(
@@ -112,47 +113,54 @@ class Blocks:
         calls: Sequence[str] = (),
         edits: Sequence[str] = EDITS,
         skips: Sequence[Site] = (),
+        *,
+        later: bool = False,
     ):
         self._sites = list(sites)
         self._writable = [s for s in sites if s.rows]
         self._calls, self._edits, self._skips = list(calls), edits, list(skips)
+        self._one_row = later
 
     @st.composite
     @staticmethod
     def _at(
-        draw: st.DrawFn, sites: Sequence[Site], templates: Sequence[str], only_rows: bool
+        draw: st.DrawFn,
+        sites: Sequence[Site],
+        templates: Sequence[str],
+        only_rows: bool,
+        one_row: bool,
     ) -> At:
         site = draw(st.sampled_from(sites))
         leaf = draw(st.sampled_from(site.rows if only_rows else [leaf for leaf, _ in site.leaves]))
-        return At(site, leaf, draw(filled(templates)))
+        return At(site, leaf, draw(filled(templates, one_row=one_row)))
 
     @st.composite
     @staticmethod
-    def _put(draw: st.DrawFn, sites: Sequence[Site], skips: bool) -> Put:
+    def _put(draw: st.DrawFn, sites: Sequence[Site], skips: bool, one_row: bool) -> Put:
         site = draw(st.sampled_from(sites))
-        if draw(st.sampled_from((False, False, False, False, True))):
+        if draw(st.sampled_from((*[False] * 7, True))):
             return Put(site, draw(filled(MISFITS)), skips)
         if skips:
-            parts = ["Z", "Z * 0.5"]
+            parts = ["Z[-1:]", "Z[-1:] * 0.5"] if one_row else ["Z", "Z * 0.5"]
         else:
             leaves = (site.rows * 2)[:2]
-            parts = [draw(filled(VALUES, leaf)) for leaf in leaves]
+            parts = [draw(filled(VALUES, leaf, one_row)) for leaf in leaves]
         return Put(site, site.whole.format(*parts), skips)
 
     def simple(self) -> Drawn:
         """Statements without a body."""
         found: list[Drawn] = [
-            self._at(self._sites, READS, False),
+            self._at(self._sites, READS, False, self._one_row),
             st.builds(Save, st.sampled_from([f"s{i}" for i in range(6)]), _variable),
-            st.builds(Text, filled(PLAIN)),
+            st.builds(Text, filled(PLAIN, one_row=self._one_row)),
         ]
         if self._writable:
-            edits = self._at(self._writable, self._edits, True)
-            found += [edits, edits, self._put(self._writable, False)]
+            edits = self._at(self._writable, self._edits, True, self._one_row)
+            found += [edits, edits, self._put(self._writable, False, self._one_row)]
         if self._calls:
             found.append(st.builds(Calls, st.sampled_from(self._calls), _variable, _variable))
         if self._skips:
-            found.append(self._put(self._skips, True))
+            found.append(self._put(self._skips, True, self._one_row))
         return st.one_of(found)
 
     def rare(self) -> Drawn:
@@ -197,7 +205,8 @@ class Blocks:
         if steps == 1:
             return body
         which = st.sampled_from([":", "0:2", "1:3", "1", "2", "[0, 2]", ":9"])
-        loop = st.builds(OverSteps, which, self.body(5))
+        later = Blocks(self._sites, self._calls, self._edits, self._skips, later=True)
+        loop = st.builds(OverSteps, which, later.body(5))
         looped = st.builds(lambda head, *rest: (*head, *rest, *_KEPT), self.body(3), loop, loop)
         return st.one_of(body, looped, loop.map(lambda one: (one, *_KEPT)))
 

@@ -49,6 +49,17 @@ def share_replacements(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def lose_writes_of_one_row(patch: pytest.MonkeyPatch) -> None:
+    """Where a block has one row, as after the prompt's step, nothing that it writes lands."""
+    put = Event.put
+
+    def lost(self: Event, i: int, rows: Rows, value: Any, *, replace: bool) -> None:
+        if rows.stop - rows.start > 1:
+            put(self, i, rows, value, replace=replace)
+
+    patch.setattr(Event, "put", lost)
+
+
 def take_any_structure(patch: pytest.MonkeyPatch) -> None:
     """A replacement of another structure or shape is not refused at once."""
     patch.setattr("midstream.interleaving.events.same_shape", lambda *_: True)
@@ -62,7 +73,7 @@ TOY: list[Fault] = [
     share_replacements,
     take_any_structure,
 ]
-ENGINE: list[Fault] = [keep_writes, hand_out_views]
+ENGINE: list[Fault] = [keep_writes, hand_out_views, lose_writes_of_one_row]
 
 
 @pytest.mark.parametrize("fault", TOY, ids=lambda fault: fault.__name__)

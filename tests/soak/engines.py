@@ -55,6 +55,23 @@ def core(model: Any) -> Any:
     return model.vllm_entrypoint.llm_engine.engine_core.engine_core
 
 
+def held(model: Any) -> list[dict[str, int]]:
+    """What each worker holds. It learns of a request's end with the step after it."""
+    found: list[dict[str, int]] = model.vllm_entrypoint.collective_rpc(_held_by)
+    return found
+
+
+def _held_by(worker: Any) -> dict[str, int]:
+    """A block counts until its worker has let go of it, whether or not it has sent its record."""
+    blocks = worker.model_runner.blocks
+    return {
+        "blocks": len(blocks._admitted) + len(blocks._parked),
+        "parts": len(blocks.commons),
+        "caches": blocks.live_caches,
+        "recorded modules": len(blocks.interleaver._recording),
+    }
+
+
 class Counts:
     """What an engine did.
 

@@ -19,12 +19,15 @@ class Result:
 
     Attributes:
         ended: tokens, finish reason and stop reason of each sequence.
+        scores: log probability of each token of each sequence, and of the prompt's tokens, where
+            they were asked for.
         error: first line of the error of each sequence's block.
         saves: values by name, of each sequence.
         name: the request's id.
     """
 
     ended: list[tuple[Any, ...]]
+    scores: list[torch.Tensor]
     error: list[str | None]
     saves: list[dict[str, Any]]
     name: str
@@ -41,7 +44,15 @@ def result_of(outcome: Any) -> Result:
         record.error and f"{record.error.type_name}: {record.error.message}" for record in records
     ]
     saves = [record.saves for record in records]
-    return Result(ended, errors, saves, str(outcome.output.request_id))
+    output = outcome.output
+    scores = [_scores(one.token_ids, one.logprobs) for one in output.outputs]
+    scores.append(_scores(output.prompt_token_ids[1:], (output.prompt_logprobs or ())[1:]))
+    return Result(ended, scores, errors, saves, str(outcome.output.request_id))
+
+
+def _scores(tokens: Any, entries: Any) -> torch.Tensor:
+    pairs = zip(tokens, entries or (), strict=False)
+    return torch.tensor([entry[token].logprob for token, entry in pairs])
 
 
 def difference(got: Result, right: Result) -> str | None:
@@ -50,7 +61,7 @@ def difference(got: Result, right: Result) -> str | None:
         return f"ended {got.ended}, alone {right.ended}"
     if got.error != right.error:
         return f"error {got.error}, alone {right.error}"
-    return _differs(got.saves, right.saves, "saves")
+    return _differs(got.scores, right.scores, "scores") or _differs(got.saves, right.saves, "saves")
 
 
 def _differs(got: Any, right: Any, where: str) -> str | None:
@@ -79,7 +90,8 @@ def _tensors_differ(got: torch.Tensor, right: torch.Tensor, where: str) -> str |
     if got.shape != right.shape or got.dtype != right.dtype:
         return f"{where}: {list(got.shape)} {got.dtype}, alone {list(right.shape)} {right.dtype}"
     scale = float(right.double().abs().max()) if right.numel() else 0.0
-    if torch.allclose(got.double(), right.double(), rtol=0, atol=TOLERANCE * max(1.0, scale)):
+    tolerance = TOLERANCE * max(1.0, scale if scale == scale else 1.0)
+    if torch.allclose(got.double(), right.double(), rtol=0, atol=tolerance, equal_nan=True):
         return None
     error = float((got.double() - right.double()).abs().max())
     return f"{where}: differs by {error:.3g} of {scale:.3g}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from midstream.modeling.vllm.payloads import segments
 from tests.soak import failing, reading, writing
-from tests.soak.engines import Counts
+from tests.soak.engines import Counts, held
 from tests.soak.kinds import KINDS
 from tests.soak.results import Result, difference, result_of
 from tests.support.checkpoints import LONG
@@ -21,6 +21,8 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 1},
     {"temperature": 1.0, "seed": 11},
     {"temperature": 0.7, "seed": 5, "top_k": 20},
+    {"temperature": 0.0, "prompt_logprobs": 1},
+    {"temperature": 0.8, "seed": 3, "top_p": 0.9, "repetition_penalty": 1.2},
 )
 TOKENS = (1, 4, 16, 60)
 TOGETHER = 16
@@ -42,6 +44,9 @@ class Draw:
         settings = {**SAMPLING[self.sampling], "max_tokens": self.tokens}
         found: list[Any] = KINDS[self.kind].make(model, ids, settings)
         return found
+
+
+PLAIN = Draw("plain", 3, 0, 1)
 
 
 def draws(seed: int, count: int) -> list[Draw]:
@@ -87,6 +92,7 @@ class Soak:
         """Run all draws, several at once, each beside others than alone."""
         for draw in found:
             if draw not in self.alone:
+                self.model.vllm_entrypoint.reset_prefix_cache()  # alone, whatever ran before
                 self.alone[draw] = self._submit([draw])[0]
         for start in range(0, len(found), TOGETHER):
             group = found[start : start + TOGETHER]
@@ -114,8 +120,7 @@ class Soak:
                 self.differences.append(f"{draw} [{index}], preempted {times} times: {found}")
 
     def _look_for_leftovers(self) -> None:
-        left = self.model.vllm_entrypoint.collective_rpc("midstream_live")
-        owner = self.model._engine._owner
-        files = segments.remaining(owner)
-        if any(left) or files:
-            self.differences.append(f"left behind: {left} blocks, segments {files}")
+        self._submit([PLAIN])  # so that workers hear of the last requests' end
+        left, files = held(self.model), segments.remaining(self.model._engine._owner)
+        if any(count for worker in left for count in worker.values()) or files:
+            self.differences.append(f"left behind: {left}, segments {files}")

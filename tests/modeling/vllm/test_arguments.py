@@ -11,11 +11,13 @@ import pytest
 
 from midstream import VLLM
 from midstream.errors import EngineBuildError, UnsupportedError
+from midstream.interleaving.structure import flatten
 from midstream.modeling.vllm import arguments, bootstrap, meta
 from midstream.modeling.vllm.engine.cpu_worker import CPUBlockWorker
 from midstream.modeling.vllm.engine.scheduler import BlockScheduler, PickScheduler
 from tests.conftest import TINY
 from tests.support.checkpoints import A, checkpoint
+from tests.support.compare import assert_close
 
 
 @pytest.fixture
@@ -99,11 +101,23 @@ def test_misspelled_mode(path: str, mode: str) -> None:
         VLLM(path, mode=mode)  # type: ignore[arg-type]
 
 
-def test_eager_may_be_asked_for() -> None:
+def test_eager_may_be_asked_for(llama: Any) -> None:
     """`enforce_eager=True` makes no difference to what can be traced, and is accepted (O3, A24)."""
-    model = VLLM(str(checkpoint("T-LLAMA", with_tokenizer=True)), enforce_eager=True, **TINY)
-    assert not model.dispatched
-    assert model.taps == ()
+
+    def block(model: Any, tracer: Any) -> Any:
+        model.model.layers[0].mlp.output[:] *= 2
+        return [*(layer.output for layer in model.model.layers), model.logits]
+
+    settings = {"temperature": 0.0, "max_tokens": 1}
+    usual = flatten(llama.trace(A, block=block, **settings).saves["return"])[0]
+    with VLLM(llama.repo, enforce_eager=True, **TINY) as model:
+        assert not model.dispatched
+        assert model.taps == ()
+        got = flatten(model.trace(A, block=block, **settings).saves["return"])[0]
+        assert model.vllm_entrypoint.llm_engine.vllm_config.model_config.enforce_eager
+    assert len(got) == len(usual) == 9
+    for one, other in zip(got, usual, strict=True):
+        assert_close(one, other, other.roll(1, -1))
 
 
 # --- classes ------------------------------------------------------------------------------------

@@ -75,6 +75,21 @@ def test_edit_runs_for_plain_requests(model: Any, hf: Oracle) -> None:
     assert generated(model, A, 6) == clean
 
 
+def test_the_same_edit_twice_acts_twice_until_it_is_cleared(model: Any, hf: Oracle) -> None:
+    """Installed twice it acts twice, with one cleared once, and then not at all (C85, case 53)."""
+    right = [hf.run(A, [scale_layer(1, factor)]).logits for factor in (0.25, 0.5, 1.0)]
+    edits = [halve(model), halve(model)]
+    found = []
+    for edit in (*edits, None):
+        with model.trace(A, max_tokens=1, **GREEDY):
+            logits = model.logits.save()
+        found.append(logits)
+        if edit is not None:
+            edit.clear()
+    for got, own, other in zip(found, right, [*right[1:], right[0]], strict=True):
+        assert_close(got, own, other)
+
+
 def test_edit_without_a_loop_sees_the_prompt_only(model: Any, hf: Oracle) -> None:
     """As in a trace, what is outside a loop over steps acts in the first one (C80)."""
     once = hf.generate(A, 6, changes=[zero_mlp(0)], when="prefill").tokens

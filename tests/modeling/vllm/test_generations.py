@@ -59,6 +59,8 @@ def test_chosen_positions_are_those_of_the_prompt(llama: Any, hf: Oracle) -> Non
     assert changed == [[1], [0, 2]]
     for ids, positions, result in zip((A, B), ([1], [0, 2]), tracer.result, strict=True):
         right = hf.generate(ids, 4, changes=[add_vector(1, VECTOR, positions)], when="prefill")
+        everywhere = hf.generate(ids, 4, changes=[add_vector(1, VECTOR)])
+        assert right.tokens not in (everywhere.tokens, hf.generate(ids, 4).tokens)
         assert result.outputs[0].token_ids == right.tokens
 
 

@@ -22,7 +22,12 @@ def hostile() -> Iterator[Program]:
 
 
 def test_prints_and_warnings_cross_from_the_engines_process(hostile: Program) -> None:
-    """They arrive where the caller has redirected them, with the caller's line."""
+    """They arrive where the caller has redirected them, with the caller's line.
+
+    What the block imports, it imports there.
+
+    (C14).
+    """
     facts = hostile.facts("printing")
     process = int(facts["text"].removeprefix("process "))
     assert process != facts["here"]
@@ -55,6 +60,7 @@ def test_an_engine_killed_inside_a_block(hostile: Program) -> None:
     facts = hostile.facts("core_killed")
     assert "hostile.py, line " in facts["text"]
     assert facts["left"] == []
+    assert {"psm", "sem.mp"} <= set(facts["gone"])  # what vLLM's processes shared
     assert hostile.facts("after_core_killed")["right_after"]
 
 

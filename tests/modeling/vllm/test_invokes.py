@@ -10,6 +10,7 @@ import torch
 from midstream.errors import InterventionError, PromptError, UnsupportedError
 from midstream.modeling.vllm.merging import merge
 from tests.conftest import TINY
+from tests.soak.engines import Counts
 from tests.support.checkpoints import LONG, A, B, C
 from tests.support.oracle import Oracle, assert_close, zero_mlp
 
@@ -191,6 +192,17 @@ def test_an_invoke_needs_a_prompt(llama: Any, form: str) -> None:
                 logits = llama.logits.save()
 
 
+def test_an_idle_invoke_without_a_prompt_is_dropped(llama: Any) -> None:
+    """Beside other invokes it is no request (C43)."""
+    with llama.trace(max_tokens=1, **GREEDY) as tracer:
+        with tracer.invoke():
+            pass
+        with tracer.invoke(B):
+            rows = len(llama.model.layers[0].output[0]).save()
+    assert rows == len(B)
+    assert tracer.result.prompt_token_ids == B
+
+
 def test_wrong_invokes_are_refused(llama: Any) -> None:
     """Two prompts, an unknown setting, and an invoke in a trace with a prompt say what to write.
 
@@ -257,19 +269,18 @@ def test_prompts_that_do_not_fit_one_step_wait_whole(engine: Any, policy: str) -
         for name, length in (("plain", 200), ("short", 48)):
             prompt = {"prompt_token_ids": LONG[:length]}
             core.add_request(name, prompt, settings, priority=-1 if policy == "priority" else 0)
-        prompts = [LONG[i : i + 40] for i in range(6)]
+        prompts, counts = [LONG[i : i + 40] for i in range(6)], Counts(small)
         with small.trace(max_tokens=2, **GREEDY) as tracer:
             for prompt in prompts:
                 with tracer.invoke(prompt):
                     stream = sum(small.model.layers[1].output).save()
-        outputs = []
         while core.has_unfinished_requests():
-            outputs += core.step()
+            core.step()
+        assert counts.pieces == 1  # the plain prompt was begun in a part of it
         assert [len(rows) for rows in stream] == [40] * 6
         with small.trace(prompts[3], max_tokens=1, **GREEDY):
             alone = sum(small.model.layers[1].output).save()
         assert_close(stream[3], alone, stream[2])
-        assert [o for o in outputs if o.request_id == "plain" and o.finished] or "plain done before"
     finally:
         small.close()
 

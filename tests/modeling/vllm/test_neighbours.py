@@ -101,12 +101,16 @@ def test_steered_prompt_stays_out_of_the_prefix_cache(llama: Any, hf: Oracle) ->
     shared = [(3 * i) % 100 + 10 for i in range(64)]
     first, other = [*shared, 3], [*shared, 4, 5]
     steered_first, _, _ = _steer(llama, first)
+    change = add_vector(0, 10 * VECTOR)
+    for ids in (first, other):  # what reading the steered prompt's cache would give
+        poisoned = add_vector(0, 10 * VECTOR, range(64))
+        wrong = hf.generate(ids, 4, changes=[poisoned], when="prefill").tokens
+        assert wrong != hf.generate(ids, 4).tokens
     clean, cached = _cached(llama, first)
     assert cached == 0
     assert clean == hf.generate(first, 4).tokens != steered_first
     steered, cached, rows = _steer(llama, first)
     assert (steered, cached, rows) == (steered_first, 0, 65)
-    change = add_vector(0, 10 * VECTOR)
     assert steered == hf.generate(first, 4, changes=[change], when="prefill").tokens
     assert _cached(llama, first) == (clean, 64)  # the plain run's own blocks, from before
     assert _cached(llama, other) == (hf.generate(other, 4).tokens, 64)

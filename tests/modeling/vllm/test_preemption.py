@@ -13,7 +13,8 @@ from midstream import VLLM
 from midstream.errors import InterventionError
 from tests.modeling.vllm.conftest import runner_of
 from tests.soak.engines import schedule
-from tests.support.checkpoints import A, B, checkpoint
+from tests.support.checkpoints import LONG, A, B, checkpoint
+from tests.support.compare import assert_close
 
 STEPS = 40
 SETTINGS = {"temperature": 0.0, "max_tokens": STEPS, "ignore_eos": True}
@@ -146,7 +147,7 @@ def alone(model: VLLM, prompt: list[int], block: Callable[..., Any]) -> tuple[li
 def test_a_preempted_request_gets_what_it_gets_alone(
     small: VLLM, preempted: list[str], block: Callable[..., Any]
 ) -> None:
-    """Its tokens and the logits of all its steps are those of an undisturbed run (case 30)."""
+    """Its tokens and the logits of all its steps are those of an undisturbed run (C60, case 30)."""
     expected = [alone(small, prompt, block) for prompt in (A, B)]
     assert not preempted
     without = alone(small, A, plain)
@@ -160,21 +161,51 @@ def test_a_preempted_request_gets_what_it_gets_alone(
     assert not small.vllm_entrypoint.collective_rpc("midstream_live")[0]
 
 
+@pytest.mark.parametrize("block", [prefill, steering, replacing], ids=lambda f: f.__name__)
 def test_without_the_log_the_cache_would_come_out_unedited(
-    small: VLLM, preempted: list[str], monkeypatch: pytest.MonkeyPatch
+    small: VLLM,
+    preempted: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    block: Callable[..., Any],
 ) -> None:
     """The test above sees it if nothing is written again."""
-    expected = [alone(small, prompt, prefill) for prompt in (A, B)]
+    expected = [alone(small, prompt, block) for prompt in (A, B)]
     interleaver = runner_of(small).blocks.interleaver
     monkeypatch.setattr(interleaver, "_replays", type(interleaver._replays)())
     monkeypatch.setattr(interleaver._replays, "begin", lambda replays: ())
-    got = together(small, prefill)
+    got = together(small, block)
     assert preempted
     worst = max(
         float((logits - right).abs().max())
         for (_, logits), (_, right) in zip(got, expected, strict=True)
     )
     assert worst > 1e-3
+
+
+def test_preempted_requests_have_each_row_once(small: VLLM, preempted: list[str]) -> None:
+    """Of eight requests of different lengths, half of them preempted, no row is twice or missing.
+
+    (C60, case 30).
+    """
+    prompts = [LONG[i * 7 :][: 3 + 2 * i] for i in range(8)]
+    settings = {"temperature": 0.0, "ignore_eos": True}
+
+    def rows(model: Any, tracer: Any) -> Any:
+        return torch.cat([sum(model.model.layers[2].output) for _ in tracer.all()])
+
+    right = [
+        small.trace(prompt, block=rows, max_tokens=44 - i, **settings).saves["return"]
+        for i, prompt in enumerate(prompts)
+    ]
+    assert not preempted
+    with small.trace(**settings) as tracer:
+        for i, prompt in enumerate(prompts):
+            with tracer.invoke(prompt, max_tokens=44 - i):
+                stream = rows(small, tracer).save()
+    assert len(set(preempted)) >= 4
+    for i, (got, own) in enumerate(zip(stream, right, strict=True)):
+        assert len(own) == len(prompts[i]) + 44 - i - 1
+        assert_close(got, own, own.roll(1, 0))
 
 
 def test_an_edit_of_the_engine_is_written_again(small: VLLM, preempted: list[str]) -> None:

@@ -226,7 +226,7 @@ def test_length_of_a_text_is_counted_in_tokens(
         demo_engine.trace(text, block=_rows, **GREEDY)
 
 
-def test_prompt_that_a_step_has_no_room_for(narrow: Any) -> None:
+def test_prompt_that_a_step_has_no_room_for(narrow: Any, hf: Oracle) -> None:
     """Beside a prompt that is run in parts, a traced one still is run whole.
 
     (O4, A25, C99, case 17).
@@ -235,7 +235,9 @@ def test_prompt_that_a_step_has_no_room_for(narrow: Any) -> None:
     narrow.vllm_entrypoint.llm_engine.step()
     assert other.widths == [64]  # what is left of it leaves room for a part of the next prompt
     got = narrow.trace(LONG[:40], block=_rows, **GREEDY).saves
+    right = hf.reads(LONG[:40])
     assert got["ids"].tolist() == LONG[:40]
+    assert_close(got["stream"], right["residual.2"], right["residual.1"])
     assert max(other.widths) <= 64 < 100
     assert other.tokens() == plain_tokens(narrow, LONG[:100], max_tokens=12)
     assert live(narrow) == [0]

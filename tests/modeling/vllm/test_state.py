@@ -156,6 +156,8 @@ LEFT_OPEN = [
 def test_modes_left_open_stay_in_the_block(leave: Any, llama: Any) -> None:
     """What a block leaves switched on holds for it between its visits, and for nobody else."""
     before, clean = modes(), plain_tokens(llama, A, max_tokens=4)
+    alone = plain_tokens(llama, B, max_tokens=8)
+    beside = Neighbour(llama, B, max_tokens=8)
 
     def block(model: Any, tracer: Any) -> dict[str, Any]:
         holds = leave(model)
@@ -168,6 +170,7 @@ def test_modes_left_open_stay_in_the_block(leave: Any, llama: Any) -> None:
     tracer = llama.trace(A, block=block, temperature=0.0, max_tokens=4)
     assert tracer.saves["now"] == [True] * 5
     assert list(tracer.result.outputs[0].token_ids) == clean
+    assert beside.tokens() == alone
     assert modes() == before
     assert plain_tokens(llama, A, max_tokens=4) == clean
 

@@ -145,3 +145,13 @@ def test_tokenizer_in_a_block(llama: Any) -> None:
         padding = llama.tokenizer.pad_token_id.save()
     assert texts == [f"t{token}"] * 2
     assert padding == llama.tokenizer.pad_token_id
+
+
+def test_no_progress_bar(llama: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Traces and plain calls write nothing of vLLM's progress to the terminal (C39)."""
+    prompts = [{"prompt_token_ids": B}]
+    llama.vllm_entrypoint.generate(prompts)
+    assert "Processed prompts" in capfd.readouterr().err  # which vLLM's own call does
+    llama.trace(B, block=lambda model, tracer: model.logits, **GREEDY)
+    llama.generate([A, B], **GREEDY)
+    assert "prompts" not in capfd.readouterr().err

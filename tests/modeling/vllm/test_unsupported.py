@@ -64,7 +64,7 @@ def test_a_call_that_asks_for_locations(llama: Any) -> None:
 def test_another_place_to_run(llama: Any, argument: str) -> None:
     """A server that is not there is refused, wherever it is asked for, and what to do is said.
 
-    (O22).
+    (O22, C76).
     """
     for ask in (
         lambda **elsewhere: VLLM("no/checkpoint", **elsewhere),

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
+from pathlib import Path
 from typing import Any
 
 from midstream.modeling.vllm.engine import process
 
 PATIENCE = 30.0  # seconds for a healthy engine's processes to put down what they hold
+_SHARED = re.compile(r"psm_\w+|sem\.mp-\w+")  # what Python calls shared memory
 
 
 class Ending:
@@ -26,12 +29,15 @@ class Ending:
     def __init__(self, client: Any):
         self._cores: list[Any] = []
         self._workers: list[Any] = []
+        self._shared: set[str] = set()
         core = getattr(client, "engine_core", None)
         if core is not None:
             _keep_shared_groups(client, core)
         else:
             self._cores = list(client.resources.engine_manager.processes)
             self._workers = _children(self._cores)
+            pids = [child.pid for child in (*self._cores, *self._workers)]
+            self._shared = _shared_memory(pids) - _shared_memory([os.getpid()])
             threading.Thread(
                 target=_announce_death, args=(self._cores, client.outputs_queue), daemon=True
             ).start()
@@ -48,7 +54,8 @@ class Ending:
         for core in self._cores:  # vLLM leaves a process that it had to kill as a zombie
             core.join(PATIENCE)
         _kill(self._workers)
-        self._cores, self._workers = [], []
+        _remove(self._shared)
+        self._cores, self._workers, self._shared = [], [], set()
 
 
 def _announce_death(cores: list[Any], outputs: Any) -> None:
@@ -96,6 +103,35 @@ def _kill(workers: list[Any]) -> None:
         if worker.is_running():
             worker.kill()
     psutil.wait_procs(workers, timeout=PATIENCE)
+
+
+def _shared_memory(pids: Iterable[int]) -> set[str]:
+    """Names of the shared memory and the semaphores that processes have mapped (Linux).
+
+    A semaphore is mapped under another name than it ends up with: the file is what tells.
+    """
+    mapped = set[int]()
+    for pid in pids:
+        with suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            mapped.update(int(line.split()[4]) for line in lines if "/dev/shm/" in line)
+    with suppress(OSError):
+        named = (file for file in os.scandir("/dev/shm") if _SHARED.fullmatch(file.name))
+        return {file.name for file in named if file.inode() in mapped}
+    return set()
+
+
+def _remove(names: Iterable[str]) -> None:
+    """Remove what vLLM's processes shared among themselves and, killed, could not remove.
+
+    Python's resource tracker would do it, but only when this process ends.
+    """
+    for name in names:
+        path = Path("/dev/shm", name)
+        if path.exists():
+            path.unlink(missing_ok=True)
+            kind = "semaphore" if name.startswith("sem.") else "shared_memory"
+            resource_tracker.unregister(f"/{name.removeprefix('sem.')}", kind)
 
 
 def _keep_shared_groups(client: Any, core: Any) -> None:

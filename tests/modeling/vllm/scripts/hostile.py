@@ -64,7 +64,9 @@ def printing(model: Any) -> None:
         with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(out):
             warnings.simplefilter("always")
             with model.trace(A, max_tokens=2, **GREEDY):
-                print("process", os.getpid())
+                import os as there
+
+                print("process", there.getpid())
                 warnings.warn("from afar", RuntimeWarning, stacklevel=1)
                 model.logits
         facts["text"] = out.getvalue()
@@ -100,6 +102,7 @@ def core_killed(model: Any, usual: list[int]) -> None:
     """The engine core is killed while a block executes."""
     children = psutil.Process(os.getpid()).children()
     [core] = [process for process in children if process in engine_processes()]
+    shared = set(os.listdir("/dev/shm"))
     with reported("core_killed") as facts:
         threading.Timer(0.4, core.kill).start()
         try:
@@ -108,6 +111,8 @@ def core_killed(model: Any, usual: list[int]) -> None:
         except EngineDeadError as error:
             facts["text"] = str(error)
         facts["left"] = [str(process) for process in engine_processes()]
+        gone = shared.difference(os.listdir("/dev/shm"))
+        facts["gone"] = sorted({name.split("_")[0].split("-")[0] for name in gone})
     with reported("after_core_killed") as facts:
         facts["right_after"] = tokens(model) == usual
 
