@@ -157,6 +157,40 @@ def test_a_block_that_allocates_and_synchronises_leaves_the_engine_alive(
     assert total == 1.0
 
 
+def test_nan_stays_with_its_request() -> None:
+    """A block that makes NaN gets tokens all the same, and plain requests in its memory their own."""
+    from midstream import VLLM
+
+    with VLLM(
+        str(folder("T-LLAMA")),
+        dispatch=True,
+        dtype="bfloat16",
+        max_model_len=512,
+        num_gpu_blocks_override=40,
+        gpu_memory_utilization=0.1,
+    ) as model:
+        settings = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+
+        def plain() -> list[int]:
+            (output,) = model.generate(A, **settings)
+            return list(output.outputs[0].token_ids)
+
+        before = plain()
+        for _ in range(30):  # each takes two or more of the cache's 40 blocks
+            with model.trace(A, **settings) as tracer:
+                model.model.layers[0].mlp.output[:] = float("nan")
+                logits = model.logits.save()
+            assert logits.isnan().all()
+            assert len(tracer.result.outputs[0].token_ids) == 24
+            assert plain() == before
+        for _ in range(3):
+            with model.trace(A, **settings) as tracer:
+                for _ in tracer.all():
+                    model.logits[:] = float("nan")
+            assert max(tracer.result.outputs[0].token_ids) < 128
+        assert plain() == before
+
+
 def test_the_client_does_not_initialise_cuda() -> None:
     """A process that has built an engine and traced has not touched CUDA's driver itself.
 

@@ -113,6 +113,30 @@ def test_nan_stays_with_its_request(serving: Any) -> None:
     assert logits.isnan().all()
 
 
+@pytest.mark.parametrize("ends_early", [True, False])
+def test_a_draw_from_nan_is_a_token(
+    serving: Any, monkeypatch: pytest.MonkeyPatch, ends_early: bool
+) -> None:
+    """A GPU's kernel may draw an id that is not there, also in steps after the block's end."""
+    sampler = type(runner_of(serving).sampler)
+    draw, wrong = sampler.sample, []
+
+    def as_on_a_gpu(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sampled, processed = draw(self, logits, *args, **kwargs)
+        rows = logits.isnan().any(-1)
+        wrong.append(int(rows.sum()))
+        return sampled.masked_fill(rows, logits.shape[-1] + 7), processed
+
+    monkeypatch.setattr(sampler, "sample", as_on_a_gpu)
+    with serving.trace(A, temperature=0.0, max_tokens=4, ignore_eos=True) as tracer:
+        serving.model.layers[0].mlp.output[:] = float("nan")
+        if not ends_early:
+            for _ in tracer.iter[:4]:
+                ids = serving.samples.save()
+    assert wrong == [1, 1, 1, 1]
+    assert tracer.result.outputs[0].token_ids == [0, 0, 0, 0]
+
+
 def test_module_after_logits_is_refused_at_once_by_a_new_engine(llama: Any) -> None:
     """Before the engine has seen the order of modules it knows that all come before the logits.
 

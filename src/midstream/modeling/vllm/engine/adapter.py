@@ -235,7 +235,10 @@ class BlockRunner:
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
         """Compute logits and draw tokens, handing both to the active blocks."""
         if not self._active:
-            return super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc]
+            with self._valid_tokens(input_batch.req_ids):
+                return super().sample(  # type: ignore[misc]
+                    hidden_states, input_batch, grammar_output
+                )
         learned = False
         try:
             with self._head(input_batch.req_ids, grammar_output):
@@ -265,6 +268,32 @@ class BlockRunner:
             del self.model.compute_logits
             del self.sampler.sample
 
+    @contextmanager
+    def _valid_tokens(self, request_ids: list[str]) -> Iterator[None]:
+        """As behind blocks: what one that has ended left in the cache may make logits NaN."""
+        if not self.blocks.have_any_of(request_ids):
+            yield
+            return
+        draw = self.sampler.sample
+
+        def valid(*args: Any, **kwargs: Any) -> Any:
+            sampled, processed = draw(*args, **kwargs)
+            return self._in_vocabulary(sampled), processed
+
+        self.sampler.sample = valid
+        try:
+            yield
+        finally:
+            del self.sampler.sample
+
+    def _in_vocabulary(self, sampled: torch.Tensor) -> torch.Tensor:
+        """The drawn ids, [requests]; the first token's for one that there is not.
+
+        Where a block has made logits NaN, a GPU's kernel may give a place behind the vocabulary,
+        and looking that up in the next step would end the engine.
+        """
+        return sampled.masked_fill_(sampled >= self._vocabulary, 0)
+
     def _logits(
         self, compute: Callable[..., Any], rows: Mapping[Run, Rows], sizes: tuple[int, ...]
     ) -> Callable[..., Any]:
@@ -283,7 +312,7 @@ class BlockRunner:
     ) -> Callable[..., Any]:
         def samples(*args: Any, **kwargs: Any) -> Any:
             sampled, processed = sample(*args, **kwargs)
-            ids = sampled.view(-1, 1)
+            ids = self._in_vocabulary(sampled).view(-1, 1)
             given = self.blocks.interleaver.hand_over(SAMPLES, ids, rows, (len(ids),), check=check)
             return given.view(-1), processed
 

@@ -400,6 +400,10 @@ class BlockHost:
             admitted.give_result(result)
         return [record for admitted, _ in found for record in admitted.unsent()]
 
+    def have_any_of(self, request_ids: Iterable[str]) -> bool:
+        """Whether one of the requests has, or had, a block."""
+        return bool(self._admitted) and any(i in self._admitted for i in request_ids)
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._admitted
 
