@@ -158,7 +158,7 @@ def test_a_block_that_allocates_and_synchronises_leaves_the_engine_alive(
 
 
 def test_nan_stays_with_its_request() -> None:
-    """A block that makes NaN gets tokens all the same; plain requests in its memory get their own."""
+    """A block that makes NaN gets tokens all the same, and those after it their own."""
     from midstream import VLLM
 
     with VLLM(
