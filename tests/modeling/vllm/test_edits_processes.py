@@ -55,3 +55,11 @@ def test_engine_that_ended(program: Program, hf: Oracle) -> None:
     assert facts["left"] == [0, 0, True]
     assert facts["clean"] == hf.generate(A, 6).tokens
     assert facts["counts"] == [0, 0, []]
+
+
+def test_engine_that_ends_without_an_answer(program: Program) -> None:
+    """A call that the engine was answering when it died is an error, too, in bounded time."""
+    facts = program.facts("ended_in_a_call")
+    assert "the engine ended" in facts["text"].lower()
+    assert facts["seconds"] < 40
+    assert facts["left"] == [0, False]

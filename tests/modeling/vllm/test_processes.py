@@ -230,6 +230,18 @@ def test_core_that_missed_its_signal() -> None:
         program.end()
 
 
+def test_engine_that_is_told_to_end_while_it_starts() -> None:
+    """It says that it has started, and ends; the build fails in bounded time."""
+    program = Program(SCRIPTS / "interrupted.py")
+    try:
+        facts = program.facts("interrupted", 120)
+        assert facts["text"].startswith("The engine did not start: ")
+        assert "told to end while it started" in facts["text"]
+        assert facts["processes"] == []
+    finally:
+        program.end()
+
+
 def test_parent_gone_before_anyone_looked() -> None:
     """A process that starts only after its client has ended does not stay."""
     ended = subprocess.Popen([sys.executable, "-c", ""])

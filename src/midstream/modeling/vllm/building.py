@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.util import register_after_fork
@@ -17,6 +19,7 @@ from midstream.errors import EngineBuildError
 from midstream.modeling.vllm import arguments as args
 from midstream.modeling.vllm import bootstrap
 from midstream.modeling.vllm._bootstrap import follow
+from midstream.modeling.vllm.ending import fail_calls
 from midstream.modeling.vllm.engine import process
 
 # A forked engine process imports nothing: without this it would not follow its client yet. In all
@@ -65,9 +68,51 @@ def build(
         with bootstrap.environment(variables), _one_thread():
             refuse_reimport()
             try:
-                return LLM(model=repo, **settings)
+                with _no_waiting_for_the_dead():
+                    return LLM(model=repo, **settings)
             except Exception as error:
                 raise _failure(error, process.read_failures(report)) from error
+
+
+_ENDED = (
+    "The engine did not start: its process was told to end while it started, and ended. A Ctrl-C "
+    "in a terminal reaches every process of the program; build it again."
+)
+
+
+@contextmanager
+def _no_waiting_for_the_dead() -> Iterator[None]:
+    """Fail what vLLM asks of an engine that ended after it had said that it has started.
+
+    One that is told to end while it starts (a Ctrl-C reaches all processes of a terminal) does so,
+    and vLLM would wait for its answer for ever.
+    """
+    before, done = set(multiprocessing.active_children()), threading.Event()
+
+    def look() -> None:
+        started: set[Any] = set()
+        while not done.wait(0.5):
+            started |= set(multiprocessing.active_children()) - before
+            if any(child.exitcode is not None for child in started):
+                _fail_calls_of_the_dead()
+
+    thread = threading.Thread(target=look, name="midstream-build", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _fail_calls_of_the_dead() -> None:
+    from vllm.v1.engine.core_client import MPClient
+
+    for client in (found for found in gc.get_objects() if issubclass(type(found), MPClient)):
+        manager = client.resources.engine_manager
+        if manager is None or all(core.exitcode is None for core in manager.processes):
+            continue
+        fail_calls(client.utility_results, EngineBuildError(_ENDED))
 
 
 @contextmanager

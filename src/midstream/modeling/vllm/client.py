@@ -240,7 +240,8 @@ class Engine:
         """Whether the engine cannot go on after an error; vLLM's own do not end a step halfway."""
         from vllm.v1.engine.exceptions import EngineDeadError as VLLMEngineDeadError
 
-        self.broken = self.broken or isinstance(error, VLLMEngineDeadError)
+        dead = isinstance(error, VLLMEngineDeadError) or self._ending.has_begun
+        self.broken = self.broken or dead
         return self.broken and isinstance(error, Exception)
 
     def _abort(self) -> None:

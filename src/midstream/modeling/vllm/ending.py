@@ -6,8 +6,10 @@ import gc
 import os
 import re
 import threading
+import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, resource_tracker
 from pathlib import Path
@@ -38,9 +40,14 @@ class Ending:
             self._workers = _children(self._cores)
             pids = [child.pid for child in (*self._cores, *self._workers)]
             self._shared = _shared_memory(pids) - _shared_memory([os.getpid()])
-            threading.Thread(
-                target=_announce_death, args=(self._cores, client.outputs_queue), daemon=True
-            ).start()
+            waiting = (self._cores, client.outputs_queue, client.utility_results, client.resources)
+            threading.Thread(target=_announce_death, args=waiting, daemon=True).start()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether one of its processes is gone, so that the others will follow."""
+        ended = any(core.exitcode is not None for core in self._cores)
+        return ended or any(map(_is_gone, self._workers))
 
     def __call__(self, client: Any, patience: float = PATIENCE) -> None:
         """End it; nothing of it is left when this returns.
@@ -58,12 +65,30 @@ class Ending:
         self._cores, self._workers, self._shared = [], [], set()
 
 
-def _announce_death(cores: list[Any], outputs: Any) -> None:
-    """Wake who waits for outputs when the engine is gone; vLLM does so only if it could say so."""
+def _announce_death(
+    cores: list[Any], outputs: Any, calls: Mapping[Any, Future[Any]], resources: Any
+) -> None:
+    """Wake who waits for outputs or an answer when the engine is gone.
+
+    vLLM does so only for outputs, and only if the engine could say that it ends.
+    """
     from vllm.v1.engine.exceptions import EngineDeadError
 
     connection.wait([core.sentinel for core in cores])
     outputs.put(EngineDeadError())
+    for _ in range(100):
+        known = resources.engine_dead  # then vLLM begins no further call
+        fail_calls(calls, EngineDeadError())
+        if known:
+            return
+        time.sleep(0.05)
+
+
+def fail_calls(calls: Mapping[Any, Future[Any]], error: Exception) -> None:
+    """Give an error to the calls of an engine that have no answer and will get none."""
+    for call in list(calls.values()):
+        with suppress(InvalidStateError):  # it has its answer
+            call.set_exception(error)
 
 
 @contextmanager
@@ -93,6 +118,15 @@ def _children(cores: list[Any]) -> list[Any]:
     import psutil  # comes with vLLM
 
     return [child for core in cores for child in psutil.Process(core.pid).children(recursive=True)]
+
+
+def _is_gone(worker: Any) -> bool:
+    import psutil
+
+    try:
+        return bool(worker.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _kill(workers: list[Any]) -> None:

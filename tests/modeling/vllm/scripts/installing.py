@@ -37,7 +37,7 @@ class Unbuildable:
 
 def main() -> None:
     with VLLM(str(checkpoint("T-LLAMA", with_tokenizer=True)), **TINY) as model:
-        for scene in (installed, refused, cleared_in_between, engine_ended):
+        for scene in SCENES:
             scene(model)
 
 
@@ -117,6 +117,30 @@ def engine_ended(model: Any) -> None:
         facts["clean"] = tokens(model.generate(A, max_tokens=6, **GREEDY))[0]
         facts["counts"] = counts(model)
 
+
+class Exiting(torch.nn.Module):
+    """Ends every process but the client that it is brought to."""
+
+    client = os.getpid()
+
+    def __setstate__(self, state: Any) -> None:
+        """Rebuild it, or do not."""
+        if os.getpid() != self.client:
+            os._exit(3)
+        super().__setstate__(state)
+
+
+def engine_ended_in_a_call(model: Any) -> None:
+    """The engine dies while it takes in an object, and has no answer."""
+    with reported("ended_in_a_call") as facts:
+        try:
+            model.put("exiting", Exiting())
+        except EngineDeadError as error:
+            facts["text"] = str(error)
+        facts["left"] = [len(model.stored), model.dispatched]
+
+
+SCENES = (installed, refused, cleared_in_between, engine_ended, engine_ended_in_a_call)
 
 if __name__ == "__main__":
     main()
