@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_CODE = [page for page in PAGES if snippets(page)]
 # arguments that leave the shared engine the right one; any other is the real constructor's
-SHARED = {"dtype", "max_model_len", "dispatch"}
+SHARED = {"dtype", "max_model_len", "dispatch", "kv_cache_memory_bytes"}
 
 
 @pytest.fixture
