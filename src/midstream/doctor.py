@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -26,13 +25,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from midstream import demo
+from midstream.switches import is_on
 
 __all__ = ["Finding", "Level", "examine", "probe", "table"]
 
 MISFITS = ("torchvision", "torchaudio", "torchcodec")
 SHARED_MEMORY = Path("/dev/shm")
 SMALL_SHARED_MEMORY = 256 * 2**20  # bytes; containers often start with 64 MiB
-_ON = re.compile(r"\s*([+-]?0*[1-9]\d*|true)\s*", re.IGNORECASE)
 INSTALL_GPU = "pip install 'midstream[vllm]'"
 INSTALL_CPU = "pip install 'midstream[cpu]' (needs CPU torch; `make setup` finds it)"
 
@@ -196,7 +195,7 @@ def _has_gpu(seen: Mapping[str, Any]) -> bool:
 
 def _runner(seen: Mapping[str, Any]) -> Iterator[Finding]:
     setting = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
-    if setting is not None and not _ON.fullmatch(setting):
+    if setting is not None and not is_on(setting):
         yield Finding(
             "model runner",
             Level.PROBLEM,

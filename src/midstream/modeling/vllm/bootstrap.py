@@ -16,6 +16,7 @@ from pathlib import Path
 
 from midstream.errors import EngineBuildError, UnsupportedError
 from midstream.modeling.vllm._bootstrap import triton_cpu
+from midstream.switches import is_on
 
 SUPPORTED = "0.32"
 """The vLLM series whose internals midstream works with."""
@@ -73,18 +74,11 @@ def refuse_old_runner() -> None:
         EngineBuildError: naming the setting.
     """
     value = os.environ.get(_RUNNER)
-    if value is not None and not _is_on(value):
+    if value is not None and not is_on(value):
         raise EngineBuildError(
             f"{_RUNNER}={value!r} selects vLLM's older model runner, or none that it knows, and "
             "midstream does not work with that. Unset it."
         )
-
-
-def _is_on(value: str) -> bool:
-    try:
-        return bool(int(value))  # as vLLM reads it
-    except ValueError:
-        return value.strip().lower() == "true"
 
 
 def in_process() -> bool:
