@@ -264,8 +264,9 @@ def test_a_late_interruption_is_taken_back(monkeypatch: pytest.MonkeyPatch, goes
     assert isinstance(run.error, LimitExceededError)
 
 
-def test_the_watchdog_rests_when_no_block_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without blocks the thread waits, and it wakes with the next block."""
+@pytest.fixture
+def resting(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock that has been watched, with the watchdog at rest."""
     monkeypatch.setattr(watchdog, "_POLLS_BEFORE_REST", 1)
     clock = Clock(0.1)
     Run(lambda: None, clock=clock).resume()
@@ -273,22 +274,20 @@ def test_the_watchdog_rests_when_no_block_runs(monkeypatch: pytest.MonkeyPatch) 
     while not WATCHDOG.rests and time.monotonic() < deadline:
         time.sleep(0.05)
     assert WATCHDOG.rests
-    run = Run(for_ever, clock=clock)
+    return clock
+
+
+def test_the_watchdog_rests_when_no_block_runs(resting: Clock) -> None:
+    """Without blocks the thread waits, and it wakes with the next block."""
+    run = Run(for_ever, clock=resting)
     run.resume()
     assert isinstance(run.error, LimitExceededError)
 
 
-def test_a_block_that_could_not_wake_the_watchdog_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_could_not_wake_the_watchdog_is_ended(resting: Clock) -> None:
     """Waking may be cut short by what ends another block; the thread looks by itself soon."""
-    monkeypatch.setattr(watchdog, "_POLLS_BEFORE_REST", 1)
-    clock = Clock(0.1)
-    Run(lambda: None, clock=clock).resume()
-    deadline = time.monotonic() + 10
-    while not WATCHDOG.rests and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert WATCHDOG.rests
     WATCHDOG.rests = False  # as after a wake that was cut short: nobody will wake it
-    run = Run(for_ever, clock=clock)
+    run = Run(for_ever, clock=resting)
     run.resume()
     assert isinstance(run.error, LimitExceededError)
 
