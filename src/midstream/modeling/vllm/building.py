@@ -87,6 +87,9 @@ def _no_waiting_for_the_dead() -> Iterator[None]:
     One that is told to end while it starts (a Ctrl-C reaches all processes of a terminal) does so,
     and vLLM would wait for its answer for ever.
     """
+    if bootstrap.in_process():  # no other process has to answer
+        yield
+        return
     before, done = set(multiprocessing.active_children()), threading.Event()
 
     def look() -> None:

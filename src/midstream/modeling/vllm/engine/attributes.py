@@ -63,7 +63,7 @@ def _common(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_of_all_modules(name: str, value: Any) -> bool:
     common = getattr(torch.nn.Module, name, None)
-    return callable(value) and getattr(value, "__func__", None) is common is not None
+    return common is not None and getattr(value, "__func__", None) is common
 
 
 def _giving_read_only(method: Callable[..., Any]) -> Callable[..., Any]:
