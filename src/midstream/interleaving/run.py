@@ -103,6 +103,7 @@ class Run:
         turn: place among the blocks of its request, which are served one after the other.
         wanted: the location the block waits for; None while it executes or when it is done.
         awaited: the step the block waits for, if it does.
+        gets_result: whether the block can be given what the request ended with.
         waits_for_result: whether the block waits for what the request ended with.
         closed: whether the request has ended, so that no further step comes.
         stopped: whether the block has asked for the request's end, and with it whether the step's
@@ -144,6 +145,7 @@ class Run:
         self.served: dict[Location, Served] = {}
         self.error: BaseException | None = None
         self.awaited: int | None = None
+        self.gets_result = True
         self.waits_for_result = False
         self._result: Any = None
         self.closed = False

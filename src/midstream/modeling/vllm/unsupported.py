@@ -18,6 +18,12 @@ SCAN = (
     "`shape = model.get('model.layers.0').output[0].shape.save()`."
 )
 
+EDIT_RESULT = (
+    "`tracer.result` in an edit is not supported: an edit runs beside plain requests too, whose "
+    "results nobody sends back into the engine. What the edit saves is in `saves` of the same "
+    "output that has the text."
+)
+
 _ELSEWHERE = {
     "remote": (
         "`remote=` is not supported: there is no hosted service to send the block to. A server of "

@@ -12,7 +12,7 @@ from midstream.interleaving.node import Tree
 from midstream.interleaving.recording import open_cache
 from midstream.interleaving.run import current_run
 from midstream.modeling.vllm.results import Result
-from midstream.modeling.vllm.unsupported import BARRIER
+from midstream.modeling.vllm.unsupported import BARRIER, EDIT_RESULT
 from midstream.tracing.saves import save
 
 
@@ -74,8 +74,12 @@ class Controls:
 
         Raises:
             MidstreamError: the request was aborted.
+            UnsupportedError: in an installed edit.
         """
-        return current_run("`tracer.result`").result()  # type: ignore[no-any-return]
+        run = current_run("`tracer.result`")
+        if not run.gets_result:
+            raise UnsupportedError(EDIT_RESULT)
+        return run.result()  # type: ignore[no-any-return]
 
     def barrier(self, *args: Any) -> NoReturn:
         """Refuse, and say what to write instead.

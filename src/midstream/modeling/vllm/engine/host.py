@@ -23,7 +23,7 @@ from midstream.interleaving.source import find_source
 from midstream.interleaving.watchdog import Clock
 from midstream.modeling.vllm.engine.commons import Common, Commons
 from midstream.modeling.vllm.engine.edits import InstalledEdit, InstalledEdits
-from midstream.modeling.vllm.engine.inside import BlockModel, BlockTracer, EditTracer, Rename
+from midstream.modeling.vllm.engine.inside import BlockModel, BlockTracer, Rename
 from midstream.modeling.vllm.engine.layers import containing
 from midstream.modeling.vllm.engine.stored import Store
 from midstream.modeling.vllm.limits import Limits, check_saves
@@ -105,6 +105,7 @@ class Admitted:
         )
         self.run.uses_source = self._common.uses_source or b".source" in self._rest
         self.run.context = host.stored.objects
+        self.run.gets_result = edit is None
         self.blocks = [*edits, self] if payload.block or edit is not None else [*edits]
         for turn, block in enumerate(self.blocks if edits else ()):
             block.run.turn = turn
@@ -116,13 +117,10 @@ class Admitted:
 
     def _execute(self) -> None:
         stored = self.run.context
-        tracer = self._host.tracer if self._edit is None else self._host.edit_tracer
-
-        def resolve(name: str) -> Any:
-            return tracer if name == TRACER else self._host.resolve(name, stored)
-
-        self._block = self._common.opened.block(resolve, self._rest)
-        execution = Execution(self._block, model=self._host.model, tracer=tracer)
+        self._block = self._common.opened.block(
+            lambda name: self._host.resolve(name, stored), self._rest
+        )
+        execution = Execution(self._block, model=self._host.model, tracer=self._host.tracer)
         for name in self._payload.keep:
             if name in execution.namespace:
                 execution.scope.mark(execution.namespace[name], name)
@@ -291,7 +289,6 @@ class BlockHost:
         self.clock = Clock(self.limits.block_timeout, step_timeout)
         self.model = BlockModel(root, tokenizer, rename)
         self.tracer = BlockTracer(self.model.tree)
-        self.edit_tracer = EditTracer(self.model.tree)
         always = containing(self.model.tree, {id(layer) for layer in stateful})
         self.interleaver = Interleaver(self.model.tree.modules, limit, always)
         self.edits, self.stored, self.commons = InstalledEdits(), Store(), Commons()

@@ -129,20 +129,3 @@ class BlockTracer(Controls):
             "`stop()`, `cache()` and `result`. Saved values are bound to their names when the "
             "`with` ends."
         )
-
-
-class EditTracer(BlockTracer):
-    """What `tracer` is inside an installed edit."""
-
-    @property
-    def result(self) -> NoReturn:
-        """Refuse: a request's result is sent to the block of a trace.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            "`tracer.result` in an edit is not supported: an edit runs beside plain requests too, "
-            "whose results nobody sends back into the engine. What the edit saves is in `saves` of "
-            "the same output that has the text."
-        )
