@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from midstream.interleaving.tapped import Tapped
+from midstream.modeling.vllm.engine.graphs import Recorded
 
 
 class PlainRecorder:
@@ -45,3 +46,15 @@ class PlainRecorder:
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+class PlainGraphs:
+    """In the place of ``CudaGraphs``: steps in which each request has one token are recorded."""
+
+    def serves(self, shape: Any) -> bool:
+        """Whether all that a batch runs are tokens behind a prompt, or prompts of one."""
+        return bool(shape.num_tokens == shape.num_reqs)
+
+    def __call__(self, shape: Any, tapped: Tapped) -> Recorded:
+        """Nothing to record: each run is its own."""
+        return Recorded(lambda forward, inputs: PlainRecorder().run(tapped, forward, inputs), 1)
