@@ -36,8 +36,13 @@ TINY = {
 """Engine arguments that keep an engine small and exact."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--tapped`: decode steps with blocks run as recorded forwards, as graphs do on a GPU."""
+    parser.addoption("--tapped", action="store_true", help="record steps of the shared engines")
+
+
 @pytest.fixture(scope="session")
-def engine() -> Iterator[Callable[..., Any]]:
+def engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     """Give engines on the tiny checkpoints by name, each built once; all close at the end."""
     from midstream import VLLM
 
@@ -47,11 +52,21 @@ def engine() -> Iterator[Callable[..., Any]]:
         if name not in built:
             path = checkpoint(name, with_tokenizer=True)
             built[name] = VLLM(str(path), dispatch=True, **TINY)
+            if request.config.getoption("--tapped"):
+                record_steps(built[name])
         return built[name]
 
     yield get
     for model in built.values():
         model.close()
+
+
+def record_steps(model: Any) -> None:
+    """Have an engine in this process record the forwards of steps whose locations are known."""
+    from tests.support.recorders import PlainGraphs
+
+    core = model.vllm_entrypoint.llm_engine.engine_core.engine_core
+    core.model_executor.driver_worker.model_runner.keep_graphs(PlainGraphs())
 
 
 @pytest.fixture(scope="session")

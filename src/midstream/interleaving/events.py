@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,15 @@ class Rows:
     stop: int
 
 
+class Put(NamedTuple):
+    """One leaf of a value as a block left it, for its request's rows; see ``Event.put``."""
+
+    leaf: int
+    rows: Rows
+    value: torch.Tensor
+    replace: bool
+
+
 Misfit = Callable[[str, Any, Any], str]
 """Text for a value that does not fit: of where, what was given, and what was expected."""
 Check = Callable[[int, torch.Tensor, Rows], None]
@@ -46,6 +55,9 @@ class Event:
         check: refuses what must not be written.
         is_models: whether a tensor is the model's own, so that edits go into a copy of it.
         is_whole: whether a tensor is all of one that is the model's own, whose rows are no tokens.
+
+    Attributes:
+        writes: what blocks have written, in order; None if nobody keeps it.
     """
 
     def __init__(
@@ -69,6 +81,7 @@ class Event:
         self._check, self._is_models, self._is_whole = check, is_models, is_whole
         self._axes: dict[int, int | None] = {}
         self.has_items = not isinstance(value, torch.Tensor) and _has_items(value)
+        self.writes: list[Put] | None = None
 
     def axis(self, index: int) -> int | None:
         """The axis of a leaf that runs over the step's rows; None if it has none."""
@@ -156,7 +169,11 @@ class Event:
 
 
 class Served:
-    """One event as one block sees it: its rows, and the way back for what it changes."""
+    """One event as one block sees it: its rows, and the way back for what it changes.
+
+    Attributes:
+        replaces: whether the block has given the model another tensor.
+    """
 
     def __init__(
         self,
@@ -173,6 +190,7 @@ class Served:
         self._versions: list[int] = []
         self._assigned: dict[int, torch.Tensor] = {}
         self._refused: dict[int, int] = {}
+        self.replaces = False
 
     def read(self) -> Any:
         """The block's private copy; the same object at every read of this visit.
@@ -278,10 +296,18 @@ class Served:
             del self._refused[index]
 
     def _put(self, index: int, value: torch.Tensor, *, replace: bool) -> None:
-        self._event.put(index, self._rows, value, replace=replace)
-        if self._log is not None:
+        event, log = self._event, self._log
+        event.put(index, self._rows, value, replace=replace)
+        self.replaces = self.replaces or replace
+        logged = log is not None and not log.full
+        if not logged and event.writes is None:
+            return
+        kept = value.clone()  # the block may go on to change its own
+        if event.writes is not None:
+            event.writes.append(Put(index, self._rows, kept, replace))
+        if log is not None:
             rows = self._rows.stop - self._rows.start
-            self._log.add(self._location, index, rows, value, replace=replace)
+            log.add(self._location, index, rows, kept, replace=replace)
 
     def _refuse_new_items(self, visit: int) -> None:
         own = {id(leaf) for leaf in self._mine or ()}

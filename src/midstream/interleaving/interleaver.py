@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from midstream.errors import OutOfOrderError
+from midstream.interleaving.again import Again
 from midstream.interleaving.events import Check, Event, Rows, Served
 from midstream.interleaving.indices import IndexCheck, Limit
 from midstream.interleaving.locations import ENGINE_ORDER, SKIP, Location
@@ -24,9 +25,11 @@ from midstream.interleaving.order import Order
 from midstream.interleaving.recording import Recordings
 from midstream.interleaving.replacing import Replacing
 from midstream.interleaving.replays import Replay, Replays
+from midstream.interleaving.routes import Needs, Routes
 from midstream.interleaving.run import EXCHANGE, Run
 from midstream.interleaving.skips import Skips
 from midstream.interleaving.source import Sources
+from midstream.interleaving.tapped import Tapped
 
 
 class Interleaver:
@@ -41,6 +44,7 @@ class Interleaver:
         skips: what blocks skip in the step under way.
         order: in which order the model meets its locations, and how far the step has got.
         replacing: the modules whose forward is another one in the step.
+        routes: which locations the codes of blocks visit.
     """
 
     def __init__(
@@ -62,7 +66,11 @@ class Interleaver:
         self._sources = Sources(self)
         self._observing = False  # whether every call is handed over, wanted or not
         self._in_turns = False  # whether a request has several blocks
+        self._runs: Sequence[Run] = ()
         self._replays, self._logged = Replays(), False
+        self.routes, self._again = Routes(), Again()
+        self._tapped: Tapped | None = None
+        self._missed = False
         self.in_forward = False
         self.in_step = False
         self.starting = False  # whether blocks execute up to their first access, one by one
@@ -76,6 +84,7 @@ class Interleaver:
         self.order.begin_step()
         self._sources.begin_step()
         self.in_step = self.starting = True
+        self._runs = runs
         self._in_turns = any(run.turn for run in runs)
         self._paused = False  # a block that was left while it called a module does not set it back
         try:
@@ -91,6 +100,8 @@ class Interleaver:
 
     def _begin(self, run: Run) -> None:
         run.interleaver = self
+        run.visited.clear()
+        run.replaced.clear()
         if not run.started or (run.awaited is not None and run.awaited <= run.visit):
             self._turn(run)
         if run.recorders and run.records:
@@ -105,17 +116,37 @@ class Interleaver:
     @property
     def wants_modules(self) -> bool:
         """Whether a module is waited for or recorded: the forward has to be accompanied."""
-        return bool(self._recording) or any(
-            location not in ENGINE_ORDER for location in self._waiting
-        )
+        return next(self._wanted(), None) is not None
 
     @property
     def wanted_modules(self) -> Iterator[str]:
         """What is waited for or recorded inside the forward, as users write it."""
-        for location in self._waiting:
-            if location not in ENGINE_ORDER:
-                yield location.name
-        yield from (Location(path, "output").name for path in self._recording)
+        return (location.name for location in self._wanted())
+
+    def _wanted(self) -> Iterator[Location]:
+        behind = self.order.is_behind_forward
+        yield from (location for location in self._waiting if not behind(location))
+        yield from (location for location in self._recording.locations if not behind(location))
+
+    def guess(self, runs: Sequence[Run]) -> Needs | None:
+        """What the blocks of the step that has begun will need of its forward, as far as known.
+
+        Returns:
+            None if there is no guess, or if it is wrong already.
+        """
+        if not self.order.known or self._replays:
+            return None
+        needs = self.routes.needs({run.code for run in runs})
+        if needs is None or not needs.locations.issuperset(self._wanted()):
+            return None
+        return needs
+
+    def _learn(self, run: Run) -> None:
+        """Take in what a block has visited. Its first step is another matter, and comes once."""
+        if run.visit and run.code is not None:
+            behind = self.order.is_behind_forward
+            visited = [location for location in run.visited if not behind(location)]
+            self.routes.learn(run.code, visited, run.replaced)
 
     @contextmanager
     def phase(
@@ -139,6 +170,52 @@ class Interleaver:
             self.replacing.restore()
             EXCHANGE.give(None)
 
+    @contextmanager
+    def tapped_phase(
+        self, tapped: Tapped, rows: Mapping[Run, Rows], sizes: Sequence[int]
+    ) -> Iterator[None]:
+        """The forward as a recorded one; as ``phase`` otherwise.
+
+        Left by ``Missed``, the forward has to be run again: after ``run_again`` in a ``phase``.
+        """
+        self._rows, self._sizes = rows, sizes
+        self.in_forward = self._logged = True
+        self._tapped, self._missed, tapped.live = tapped, False, True
+        self._again.begin()
+        try:
+            yield
+        finally:
+            self.in_forward = self._logged = tapped.live = False
+            self._tapped = None
+            EXCHANGE.give(None)
+
+    def run_again(self) -> None:
+        """Begin the step's forward once more, for the blocks that wait."""
+        for location, runs in self._waiting.items():
+            if not self.order.is_behind_forward(location):
+                for run in runs:
+                    self.routes.count_wrong(run.code)
+        self.order.begin_step()
+        for location in self._again.run():
+            self._expect(location)
+
+    def serve(self, location: Location, value: Any) -> Any:
+        """Offer a recorded forward's value at a break; see ``hand_over``."""
+        value = self.hand_over(location, value)
+        if location.path in self._recording:
+            self._record(location, value)
+        return value
+
+    @property
+    def has_missed(self) -> bool:
+        """Whether a block waits for what the recorded forward has no break for."""
+        return self._missed
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether modules run untraced."""
+        return self._paused
+
     def finish_step(self, *, learned: bool = True) -> None:
         """End the step: a block that still waits asked for what this step did not reach.
 
@@ -147,6 +224,10 @@ class Interleaver:
         """
         waiting, self._waiting = self._waiting, {}
         self.order.finish_step(learned=learned)
+        if learned:
+            for run in self._runs:
+                self._learn(run)
+        self._runs = ()
         self._observing = False
         self.in_step = False  # a block that catches the error and asks again is refused at once
         for location, runs in waiting.items():
@@ -159,6 +240,7 @@ class Interleaver:
                 )
         self._skipping.clear()
         self._recording.clear()
+        self._again.clear()
 
     @property
     def has_sampled(self) -> bool:
@@ -185,6 +267,8 @@ class Interleaver:
         """
         self.order.reach(location)
         runs = self._waiting.pop(location, None)
+        if self._again.running:
+            value = self._again.apply(location, value, self._maker(location))
         if location in self._replays:
             value = self._replays.apply(location, value, self._event, self._sizes)
         if not runs:
@@ -198,10 +282,16 @@ class Interleaver:
             check = IndexCheck(self._modules[location.path], value, self._limit)
         for together in _in_turns(runs) if self._in_turns else (runs,):
             event = self._event(location, value, [rows[run] for run in together], sizes, check)
+            if self._again.keeping:
+                event.writes = []
             for run in together:
                 self._serve(run, location, event, rows[run])
+            self._again.keep(location, event)
             value = event.result()
         return value
+
+    def _maker(self, location: Location) -> Callable[[Any, Sequence[Rows]], Event]:
+        return lambda value, spans: self._event(location, value, spans, self._sizes)
 
     def _event(
         self,
@@ -242,6 +332,8 @@ class Interleaver:
 
     def _record(self, location: Location, value: Any) -> None:
         """Keep a value, as all blocks have left it, for those that record it."""
+        if self._again.is_recorded(location):
+            return
         runs = self._recording.runs(location.path)
         hidden = (
             self.skips.hidden_from(runs, location, self._rows, self.order.places)
@@ -261,6 +353,7 @@ class Interleaver:
         """Give one block its rows, let it execute, and take back what it changed."""
         served = event.serve(rows, run.snapshots, location, run.log if self._logged else None)
         run.served = {location: served}
+        run.visited.add(location)
         try:
             run.resume()
             # a block that catches the error of a write is still here, and may write again
@@ -271,6 +364,8 @@ class Interleaver:
                 run.resume(error) if tries_left and not run.done else run.fail(error)
         finally:
             run.served = {}
+            if served.replaces:
+                run.replaced.add(location)
         self._after(run)
 
     def _turn(self, run: Run) -> None:
@@ -285,7 +380,10 @@ class Interleaver:
         self._waiting.setdefault(location, []).append(run)
         if run.uses_source and location not in ENGINE_ORDER:
             self._sources.wanted.update(self.order.paths(location))
-        if self.in_forward and not self.order.learning and location not in ENGINE_ORDER:
+        if self._tapped is not None:
+            known = location in self._tapped.needs.locations
+            self._missed |= not (known or self.order.is_behind_forward(location))
+        elif self.in_forward and not self.order.learning and location not in ENGINE_ORDER:
             for path in self.order.paths(location):
                 self.replacing.replace(path)
 

@@ -88,6 +88,12 @@ class Order:
         index = self.places.get(leave)
         return self._end_of(outer) - 1 if index is None else index
 
+    def is_behind_forward(self, location: Location) -> bool:
+        """Whether a location is known to be reached after the model's own forward has returned."""
+        index = ENGINE_ORDER.get(location, self.places.get(location))
+        end = self.places.get(Location("", "output"), ENGINE_ORDER[LOGITS] - 1)
+        return index is not None and index > end
+
     def place_skip(self, location: Location) -> None:
         """Give a skip its place in the order: behind all that is in the module."""
         leave = self.places.get(Location(location.path, "output"))

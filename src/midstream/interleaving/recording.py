@@ -6,6 +6,7 @@ import re
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,6 +121,13 @@ class Recorder:
         """The modules it records."""
         return self._wanted.paths
 
+    @cached_property
+    def locations(self) -> frozenset[Location]:
+        """What it records."""
+        return frozenset(
+            Location(path, side) for path in self._wanted.paths for side in self._wanted.sides
+        )
+
     @property
     def open(self) -> bool:
         """Whether somebody holds the cache."""
@@ -168,11 +176,26 @@ class Recorder:
 
 
 class Recordings(dict[str, list["tuple[Run, Recorder]"]]):
-    """The recorders of one step, by the path of the module."""
+    """The recorders of one step, by the path of the module.
+
+    Attributes:
+        locations: what is recorded.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.locations: set[Location] = set()
+
+    def clear(self) -> None:
+        """The step has ended."""
+        super().clear()
+        self.locations.clear()
 
     def add(self, run: Run) -> None:
         """Take in what a block records."""
         for recorder in run.recorders:
+            run.visited |= recorder.locations
+            self.locations |= recorder.locations
             for path in recorder.paths:
                 self.setdefault(path, []).append((run, recorder))
 

@@ -48,12 +48,13 @@ class WriteLog:
     def add(
         self, location: Location, leaf: int, rows: int, value: torch.Tensor, *, replace: bool
     ) -> None:
-        """Keep a copy of what was written.
+        """Keep what was written.
 
         Args:
             location: where; what stands for a skipped module's output is kept as its output.
             leaf: which of the location's leaves.
             rows: how many rows it has.
+            value: what nobody changes any more.
             replace: see ``Event.put``.
         """
         if self.full:
@@ -63,7 +64,7 @@ class WriteLog:
             self.full = True
             self.writes.clear()
             return
-        kept = Write(leaf, self.first, rows, value.clone(), replace)
+        kept = Write(leaf, self.first, rows, value, replace)
         if location.side == SKIP:
             location = location._replace(side="output")
         self.writes.setdefault(location, []).append(kept)

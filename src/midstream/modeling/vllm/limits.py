@@ -1,4 +1,4 @@
-"""How much time and memory a block may take."""
+"""How much time and memory blocks may take."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUMBERS = frozenset((int, float, bool))
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of every block of an engine.
+    """Limits of the blocks of an engine.
 
     Attributes:
         block_timeout: seconds that a block may take in one step of its request, all its visits
@@ -29,22 +29,27 @@ class Limits:
             have.
         max_write_log_bytes: bytes that are kept of what one request's block wrote, to write it
             again if the request is preempted. One that wrote more fails if it is preempted.
+        max_graphs: CUDA graphs of decode steps with blocks that are kept, one for each set of
+            locations and size of batch; 0 for none, so that those steps run eagerly.
+        max_graph_bytes: GPU memory that these graphs may take, which the KV cache is smaller by.
 
     Raises:
         TypeError: one is no number.
-        ValueError: one is not above zero.
+        ValueError: one is not above zero; ``max_graphs`` may be.
     """
 
     block_timeout: float = 30.0
     max_save_bytes: int = 2 * GIB
     max_snapshot_bytes: int = 2 * GIB
     max_write_log_bytes: int = GIB // 4
+    max_graphs: int = 64
+    max_graph_bytes: int = GIB
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not a number.")
-            if not value > 0:
+            if not (value > 0 or (name == "max_graphs" and value == 0)):
                 raise ValueError(f"{name}={value!r}: expected a number above zero.")
 
     @classmethod

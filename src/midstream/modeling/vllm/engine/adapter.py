@@ -8,29 +8,40 @@ without an active block runs vLLM's code as it stands: no hook, no copy, no bran
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from vllm import envs
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from midstream.errors import MidstreamError
 from midstream.interleaving.events import Rows
 from midstream.interleaving.locations import LOGITS, SAMPLES
 from midstream.interleaving.replays import Replay
+from midstream.interleaving.routes import Needs
 from midstream.interleaving.run import Run
+from midstream.interleaving.tapped import Missed, Tapped
+from midstream.modeling.vllm.engine.cuda_graphs import (
+    CudaGraphs,
+    captures_decodes,
+    has_state,
+)
+from midstream.modeling.vllm.engine.graphs import Graph, Record, TappedGraphs
 from midstream.modeling.vllm.engine.host import BlockHost, Progress
 from midstream.modeling.vllm.engine.indices import index_limit
 from midstream.modeling.vllm.engine.kernels import EagerKernels
 from midstream.modeling.vllm.engine.statistics import Statistics
 from midstream.modeling.vllm.engine.tokens import TokenCheck
 from midstream.modeling.vllm.limits import Limits
-from midstream.modeling.vllm.payloads import Record, pack
+from midstream.modeling.vllm.payloads import Record as BlockRecord
+from midstream.modeling.vllm.payloads import pack
 from midstream.modeling.vllm.tokenizers import tokenizer_of
 from midstream.modeling.vllm.wire import KEY
 
@@ -47,6 +58,8 @@ class BlockRunner:
     sampler: Any
     cudagraph_manager: Any
     req_states: Any
+    model_state: Any
+    kv_cache_config: Any
     device: torch.device
 
     blocks: BlockHost
@@ -73,10 +86,17 @@ class BlockRunner:
         self._active: dict[str, list[Run]] = {}
         self._replays: dict[str, list[Replay]] = {}
         self._eager = False
+        self.graphs: TappedGraphs | None = None
+        self._guess: Needs | None = None
+        self._graph: Graph | None = None
+        self._prepared: dict[str, Any] = {}
+        for name in ("prepare_attn", "prepare_inputs"):
+            made = getattr(self.model_state, name)
+            setattr(self.model_state, name, self._kept(name, made))
         self._runs_ahead = bool(self.vllm_config.scheduler_config.async_scheduling)
         self._rows: dict[Run, Rows] = {}
         self._sizes: tuple[int, ...] = ()
-        self._closed: list[Record] = []
+        self._closed: list[BlockRecord] = []
 
     def _stateful_layers(self) -> Iterable[Any]:
         """The layers that have to run: with a cache, a state, or a part in a collective.
@@ -91,36 +111,118 @@ class BlockRunner:
         """Set up the cache and the graph manager, whose dispatch then knows of active blocks."""
         super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         manager = self.cudagraph_manager
-        if manager is not None:
-            manager.dispatch = self._dispatch(manager, manager.dispatch)
+        if manager is None:
+            return
+        manager.dispatch = self._dispatch(manager, manager.dispatch)
+        manager.run_fullgraph = self._full_graph(manager.run_fullgraph)
+        if self.graph_bytes and not has_state(self.kv_cache_config):
+            self.keep_graphs(CudaGraphs(self, self._kernels))
+
+    @property
+    def graph_bytes(self) -> int:
+        """Memory that graphs with blocks may take; 0 if there are none."""
+        limits = self.blocks.limits
+        wanted = limits.max_graphs and captures_decodes(self.vllm_config)
+        return int(limits.max_graph_bytes) if wanted else 0
+
+    def keep_graphs(self, record: Record) -> None:
+        """Have steps whose locations are known recorded, and run again."""
+        limits, interleaver = self.blocks.limits, self.blocks.interleaver
+        self.graphs = TappedGraphs(
+            partial(Tapped, interleaver), record, limits.max_graphs, limits.max_graph_bytes
+        )
+
+    def _kept(self, name: str, make: Callable[..., Any]) -> Callable[..., Any]:
+        """What vLLM prepares for a forward that may have to run a second time."""
+
+        def kept(*args: Any, **kwargs: Any) -> Any:
+            value = make(*args, **kwargs)
+            if self._graph is not None:
+                self._prepared[name] = value
+            return value
+
+        return kept
 
     def _dispatch(self, manager: Any, dispatch: Callable[..., Any]) -> Callable[..., Any]:
-        def without_graph_for_blocks(
+        def for_blocks(
             num_reqs: int, num_tokens: int, *args: Any, num_active_loras: int = 0, **kwargs: Any
         ) -> Any:
-            if self._eager:
-                return BatchExecutionDescriptor(
-                    cg_mode=CUDAGraphMode.NONE,
-                    num_tokens=num_tokens,
-                    num_reqs=num_reqs,
-                    num_active_loras=manager._resolve_effective_loras(num_active_loras),
-                )
-            return dispatch(
+            shape = dispatch(
                 num_reqs, num_tokens, *args, num_active_loras=num_active_loras, **kwargs
             )
+            if not self._eager or self._find_graph(shape):
+                return shape
+            return BatchExecutionDescriptor(
+                cg_mode=CUDAGraphMode.NONE,
+                num_tokens=num_tokens,
+                num_reqs=num_reqs,
+                num_active_loras=manager._resolve_effective_loras(num_active_loras),
+            )
 
-        return without_graph_for_blocks
+        return for_blocks
+
+    def _find_graph(self, shape: Hashable) -> bool:
+        if self.graphs is not None and self._guess is not None:
+            self._graph = self.graphs.find(shape, self._guess)
+        return self._graph is not None
+
+    def _full_graph(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def full_graph(shape: Any) -> Any:
+            if self._graph is None:
+                return run(shape)
+            batch, kept = self._prepared["batch"], self._prepared
+            inputs = {
+                "input_ids": batch.input_ids,
+                "positions": batch.positions,
+                "inputs_embeds": None,
+                "intermediate_tensors": None,
+                **kept["prepare_inputs"],
+            }
+            with set_forward_context(
+                kept["prepare_attn"],
+                self.vllm_config,
+                num_tokens=shape.num_tokens,
+                cudagraph_runtime_mode=CUDAGraphMode.NONE,
+                slot_mapping=build_slot_mappings_by_layer(kept["slots"], self.kv_cache_config),
+                skip_compiled=True,
+                is_padding=batch.is_padding,
+            ):
+                return self._replay(self.model.forward, inputs)
+
+        return full_graph
+
+    def _replay(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        """The forward as its graph; run again by hand if that cannot serve a block."""
+        assert self._graph is not None
+        assert self.graphs is not None
+        interleaver, (tapped, recorded) = self.blocks.interleaver, self._graph
+        try:
+            with (
+                interleaver.tapped_phase(tapped, self._rows, self._sizes),
+                self._kernels(),
+            ):
+                value = recorded.replay(forward, inputs)
+            self.graphs.counts.replays += 1
+            return value
+        except Missed:
+            self.graphs.counts.wrong_guesses += 1
+            interleaver.run_again()
+        return self._with_blocks(forward)(**inputs)
 
     # One step, in the order vLLM calls these.
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step's forward."""
         self._active, self._replays, self._eager = {}, {}, False
+        self._guess = self._graph = None
+        self._prepared.clear()
         self.blocks.clock.begin_step()
         try:
             output = super().execute_model(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
             self.blocks.interleaver.finish_step(learned=False)
+            if self.graphs is not None:
+                self.graphs.forget_wish()
             raise
         finally:
             self.model.__dict__.pop("forward", None)
@@ -152,8 +254,6 @@ class BlockRunner:
                 self._leave_ended_requests(gathered[0])
         if self._active or self._replays:
             self._begin_step(gathered[0])
-        if not dummy_run:
-            self.statistics.count(self.blocks.interleaver.wanted_modules if self._eager else ())
         return gathered
 
     def _leave_ended_requests(self, batch: Any) -> None:
@@ -192,15 +292,31 @@ class BlockRunner:
             runs, [replay for found in self._replays.values() for replay in found]
         )
         self._eager = interleaver.wants_modules
-        if self._eager:
-            self.model.forward = self._with_blocks(self.model.forward)
+        if self._eager and self.graphs is not None and all(run.visit for run in runs):
+            self._guess = interleaver.guess(runs)
 
-    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+    def prepare_inputs(self, scheduled: Any, states: Any, shape: Any, *args: Any) -> Any:
         """Prepare the batch; from here on each request's rows are known."""
-        batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        batch = super().prepare_inputs(scheduled, states, shape, *args)  # type: ignore[misc]
         if self._active or self._replays:
             self._find_rows(batch)
+        if self._eager and shape.cg_mode != CUDAGraphMode.FULL:
+            self._replace_forward(self.model.forward)
+        self._prepared["batch"] = batch
+        wanted = self.blocks.interleaver.wanted_modules if self._eager else ()
+        self.statistics.count(wanted, tapped=self._graph is not None)
         return batch
+
+    def _replace_forward(self, forward: Callable[..., Any]) -> None:
+        if self._graph is None:
+            self.model.forward = self._with_blocks(forward)
+        else:
+            self.model.forward = lambda **inputs: self._replay(forward, inputs)
+
+    def prepare_attn(self, input_batch: Any) -> Any:
+        """Prepare what attention needs."""
+        tables, self._prepared["slots"] = super().prepare_attn(input_batch)  # type: ignore[misc]
+        return tables, self._prepared["slots"]
 
     def _find_rows(self, batch: Any) -> None:
         """Row spans in batch order, which differs from the scheduler's."""
@@ -325,6 +441,8 @@ class BlockRunner:
             if self._active:
                 self._closed += self.blocks.finished(self._active)
             self._attach(getattr(output, "model_runner_output", output))
+            if self.graphs is not None:
+                self.graphs.capture()
         return output
 
     def _attach(self, output: Any) -> None:

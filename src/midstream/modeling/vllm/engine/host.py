@@ -120,6 +120,8 @@ class Admitted:
         self._block = self._common.opened.block(
             lambda name: self._host.resolve(name, stored), self._rest
         )
+        code = self._block.code or self._block.listing
+        self.run.code = code.digest if code is not None else None
         execution = Execution(self._block, model=self._host.model, tracer=self._host.tracer)
         for name in self._payload.keep:
             if name in execution.namespace:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-VANILLA, EAGER = "vanilla", "eager"
+VANILLA, EAGER, TAPPED = "vanilla", "eager", "tapped"
 
 _MOST_REASONS = (
     200  # that are told apart; a model has as many locations as it has modules, and more
@@ -18,16 +18,20 @@ class Statistics:
     """Counts of one worker, since its engine was built."""
 
     def __init__(self) -> None:
-        self.steps = Counter({VANILLA: 0, EAGER: 0})
+        self.steps = Counter({VANILLA: 0, TAPPED: 0, EAGER: 0})
         self.reasons: Counter[str] = Counter()
 
-    def count(self, wanted: Iterable[str]) -> None:
+    def count(self, wanted: Iterable[str], *, tapped: bool = False) -> None:
         """Count a step.
 
         Args:
             wanted: what the blocks wait for that makes it run without vLLM's compiled graph;
                 nothing in a step that runs vLLM's code as it stands.
+            tapped: whether it runs as a graph with breaks.
         """
+        if tapped:
+            self.steps[TAPPED] += 1
+            return
         first = next(iter(wanted), None)
         self.steps[VANILLA if first is None else EAGER] += 1
         if first is None:

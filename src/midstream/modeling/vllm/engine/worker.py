@@ -29,7 +29,7 @@ class BlockWorkerMixin:
     def shutdown(self) -> None:
         """Let go of the model with vLLM's runner, so that its memory is free at once."""
         held = vars(self.model_runner) if getattr(self, "model_runner", None) else {}
-        for name in ("blocks", "_kernels", "_active", "_rows"):
+        for name in ("blocks", "graphs", "_graph", "_prepared", "_kernels", "_active", "_rows"):
             held.pop(name, None)
         super().shutdown()  # type: ignore[misc]
 
@@ -89,9 +89,12 @@ class BlockWorkerMixin:
     def midstream_stats(self) -> dict[str, Any]:
         """What this rank has counted and what it holds, as plain data."""
         runner = self.model_runner
-        blocks = runner.blocks
+        blocks, graphs = runner.blocks, runner.graphs
         return runner.statistics.report(  # type: ignore[no-any-return]
-            seconds=blocks.clock.total, blocks=len(blocks), caches=blocks.live_caches
+            seconds=blocks.clock.total,
+            blocks=len(blocks),
+            caches=blocks.live_caches,
+            graphs=graphs.report() if graphs is not None else {},
         )
 
 
@@ -115,6 +118,13 @@ class GPUBlockRunner(BlockRunner, GPUModelRunner):  # type: ignore[misc]
 
 class BlockWorker(BlockWorkerMixin, Worker):  # type: ignore[misc]
     """vLLM's GPU worker with blocks; a user's own `worker_cls` subclasses this."""
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache: what vLLM finds, without what is set aside for graphs."""
+        available: int = super().determine_available_memory()
+        if self.cache_config.kv_cache_memory_bytes:  # the user's number
+            return available
+        return available - int(self.model_runner.graph_bytes)
 
     def _make_model_runner(self) -> Any:
         if not self.use_v2_model_runner:

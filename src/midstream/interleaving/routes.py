@@ -1,0 +1,106 @@
+"""Which locations the code of a block visits, learned from the steps that have run.
+
+A step can be prepared for the locations that will be visited in it only if they are known before.
+Blocks of the same code mostly visit the same ones; what is learned here is a guess, and whoever
+prepares for it has to serve a block that does something else right, too.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from midstream.interleaving.locations import SKIP, Location
+
+MOST_CODES = 1024
+"""Blocks whose locations are remembered; the one that was seen longest ago is forgotten."""
+MOST_WRONG = 8
+"""Wrong guesses after which there are no more for a code."""
+
+
+class Needs(NamedTuple):
+    """What a prepared forward has to offer.
+
+    Attributes:
+        locations: where blocks meet it.
+        replaced: those of them where a block gives the model another tensor.
+    """
+
+    locations: frozenset[Location] = frozenset()
+    replaced: frozenset[Location] = frozenset()
+
+    def within(self, other: Needs) -> bool:
+        """Whether another one's offer is enough."""
+        return self.locations <= other.locations and self.replaced <= other.replaced
+
+    def joined(self, other: Needs) -> Needs:
+        """What both need."""
+        return Needs(self.locations | other.locations, self.replaced | other.replaced)
+
+
+@dataclass
+class Route:
+    """What one code has needed so far.
+
+    Attributes:
+        preparable: whether all of it can be prepared.
+        wrong: how often it has asked for something else than what was prepared.
+    """
+
+    needs: Needs = field(default_factory=Needs)
+    preparable: bool = True
+    wrong: int = 0
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a guess, and it is worth preparing for."""
+        return self.preparable and self.wrong < MOST_WRONG
+
+    def learn(self, visited: Collection[Location], replaced: Collection[Location]) -> None:
+        """Take in what was needed in a step."""
+        locations, kept = self.needs
+        if not (locations.issuperset(visited) and kept.issuperset(replaced)):
+            self.needs = Needs(locations.union(visited), kept.union(replaced))
+            self.preparable = all(map(_can_be_prepared, self.needs.locations))
+
+
+class Routes:
+    """The routes of the codes that an engine has run."""
+
+    def __init__(self) -> None:
+        self._by_code: OrderedDict[str, Route] = OrderedDict()
+
+    def learn(
+        self, code: str, visited: Collection[Location], replaced: Collection[Location]
+    ) -> None:
+        """Take in what a block of a code has met of a forward in the step that ends."""
+        route = self._by_code.get(code)
+        if route is None:
+            route = self._by_code[code] = Route()
+            if len(self._by_code) > MOST_CODES:
+                self._by_code.popitem(last=False)
+        route.learn(visited, replaced)
+
+    def count_wrong(self, code: str | None) -> None:
+        """Note that a block of a code has asked for something that was not prepared."""
+        route = self._by_code.get(code) if code is not None else None
+        if route is not None:
+            route.wrong += 1
+
+    def needs(self, codes: Collection[str | None]) -> Needs | None:
+        """What to prepare for a step with blocks of these codes; None if there is no guess."""
+        joined = Needs()
+        for code in codes:
+            route = self._by_code.get(code) if code is not None else None
+            if code is None or route is None or not route.known:
+                return None
+            self._by_code.move_to_end(code)
+            joined = joined.joined(route.needs)
+        return joined
+
+
+def _can_be_prepared(location: Location) -> bool:
+    """A skip leaves its module out, and operations belong to instrumented copies of forwards."""
+    return location.side != SKIP and location.within is None

@@ -1,0 +1,111 @@
+"""A forward that is recorded once, with breaks at some locations, and run again step by step.
+
+Between the breaks it runs as it was recorded, without Python: as CUDA graphs, say. At a break the
+blocks that wait there are given the values, which lie in the recording's own memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from midstream.interleaving.locations import Location
+from midstream.interleaving.replacing import Forward, Replacing
+from midstream.interleaving.routes import Needs
+from midstream.interleaving.structure import flatten
+
+if TYPE_CHECKING:
+    from midstream.interleaving.interleaver import Interleaver
+
+
+class Missed(Exception):  # noqa: N818  # no error: it ends a run that cannot serve a block
+    """A block asked for something that a recorded forward has no break for."""
+
+
+class Recorder(Protocol):
+    """Makes something that can be run again of the forward that is under way."""
+
+    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as a break finds it in each run; holding on to it keeps no memory."""
+
+    def pause(self, serve: Callable[[], None]) -> None:
+        """Put a break here, at which ``serve`` is called in each run."""
+
+
+class Tapped:
+    """A forward with breaks at what some blocks need.
+
+    Args:
+        interleaver: serves the blocks at the breaks.
+        needs: where there are breaks. At a location that is replaced the forward goes on with a
+            tensor of its own, so that other holders of the module's keep theirs.
+
+    Attributes:
+        live: whether blocks are served; while it is recorded they are not.
+    """
+
+    def __init__(self, interleaver: Interleaver, needs: Needs):
+        self._interleaver, self.needs = interleaver, needs
+        self.live = False
+
+    def record(self, recorder: Recorder, forward: Forward, kwargs: dict[str, Any]) -> Any:
+        """Run the model's forward and have it recorded.
+
+        Args:
+            kwargs: what it is called with.
+
+        Returns:
+            What it returns.
+        """
+        modules = dict(self._interleaver.modules)
+        replacing = Replacing(modules, partial(self._with_breaks, recorder))
+        try:
+            for path in {location.path for location in self.needs.locations} - {""}:
+                replacing.replace(path)
+            return self._with_breaks(recorder, "", forward)(**kwargs)
+        finally:
+            replacing.restore()
+
+    def _with_breaks(self, recorder: Recorder, path: str, forward: Forward) -> Forward:
+        entry, leave = Location(path, "input"), Location(path, "output")
+        enters, leaves = (place in self.needs.locations for place in (entry, leave))
+
+        def tapped(*args: Any, **kwargs: Any) -> Any:
+            if self._interleaver.is_paused:
+                return forward(*args, **kwargs)
+            if enters:
+                args, kwargs = self._break(recorder, entry, (args, kwargs))
+            value = forward(*args, **kwargs)
+            return self._break(recorder, leave, value) if leaves else value
+
+        return tapped
+
+    def _break(self, recorder: Recorder, location: Location, value: Any) -> Any:
+        leaves, build = flatten(value)
+        held = [_map(recorder.hold, leaf) for leaf in leaves]
+        if location not in self.needs.replaced:
+            recorder.pause(partial(self._serve, location, build(held), ()))
+            return value
+        own = [_map(torch.empty_like, leaf) for leaf in leaves]
+        buffers = [_map(recorder.hold, leaf) for leaf in own]
+        recorder.pause(partial(self._serve, location, build(held), buffers))
+        return build(own)
+
+    def _serve(self, location: Location, value: Any, buffers: list[Any] | tuple[()]) -> None:
+        if not self.live:
+            return
+        given = self._interleaver.serve(location, value)
+        if given is not value and not buffers:
+            raise Missed
+        for buffer, leaf in zip(buffers, flatten(given)[0], strict=bool(buffers)):
+            if isinstance(buffer, torch.Tensor):
+                buffer.copy_(leaf)
+        if self._interleaver.has_missed:
+            raise Missed
+
+
+def _map(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:
+    return function(leaf) if isinstance(leaf, torch.Tensor) else leaf

@@ -1,0 +1,60 @@
+"""What stands for CUDA graphs where there is no GPU: a recording that runs the forward each time.
+
+All of `Tapped` is as on a GPU, breaks, buffers, wrong guesses: only launches are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from midstream.interleaving.tapped import Tapped
+from midstream.modeling.vllm.engine.graphs import Recorded
+
+
+class PlainRecorder:
+    """Serves each break as the forward gets there.
+
+    When the forward is over, what was held is overwritten: a graph's memory is the next run's.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[torch.Tensor] = []
+        self.breaks = 0
+
+    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        self._held.append(tensor)
+        return tensor
+
+    def pause(self, serve: Callable[[], None]) -> None:
+        """Serve at once."""
+        self.breaks += 1
+        serve()
+
+    def run(self, tapped: Tapped, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """The forward with its breaks."""
+        value = tapped.record(self, forward, kwargs)
+        kept = {_memory(x) for x in [value, *kwargs.values()] if isinstance(x, torch.Tensor)}
+        for tensor in self._held:
+            if _memory(tensor) not in kept and tensor.is_floating_point():
+                tensor.fill_(torch.nan)
+        return value
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class PlainGraphs:
+    """In the place of ``CudaGraphs``: steps in which each request has one token are recorded."""
+
+    def serves(self, shape: Any) -> bool:
+        """Whether all that a batch runs are tokens behind a prompt, or prompts of one."""
+        return bool(shape.num_tokens == shape.num_reqs)
+
+    def __call__(self, shape: Any, tapped: Tapped) -> Recorded:
+        """Nothing to record: each run is its own."""
+        return Recorded(lambda forward, inputs: PlainRecorder().run(tapped, forward, inputs), 1)
