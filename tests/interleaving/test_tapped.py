@@ -72,7 +72,7 @@ class Decoding:
         hidden = torch.cat([rows(2, 10 * step + i) for i in range(len(runs))])
         with torch.inference_mode():
             self.interleaver.begin_step(active)
-            guess = self.interleaver.guess(active) if self._tapped and step else None
+            guess = self.interleaver.tapping.guess(active) if self._tapped and step else None
             out = (
                 self._eager(spans, hidden) if guess is None else self._replay(guess, spans, hidden)
             )
@@ -92,13 +92,13 @@ class Decoding:
     def _replay(self, guess: Any, spans: dict[Run, Rows], hidden: torch.Tensor) -> Any:
         recorder, tapped = PlainRecorder(), Tapped(self.interleaver, guess)
         try:
-            with self.interleaver.tapped_phase(tapped, spans, (len(hidden),)):
+            with self.interleaver.tapping.phase(tapped, spans, (len(hidden),)):
                 found = recorder.run(tapped, self.model.forward, {"hidden": hidden})
             self.kinds.append("tapped")
             self.breaks.append(recorder.breaks)
             return found
         except Missed:
-            self.interleaver.run_again()
+            self.interleaver.tapping.run_again()
             return self._eager(spans, hidden, "again")
 
 
@@ -300,7 +300,7 @@ def test_a_block_that_is_often_wrong_stays_eager() -> None:
 
     at.run(erratic)
     for _ in range(MOST_WRONG):
-        at.interleaver.routes.count_wrong(erratic.__qualname__)
+        at.interleaver.tapping.routes.count_wrong(erratic.__qualname__)
     at.kinds.clear()
     at.run(erratic)
     assert set(at.kinds) == {"eager"}

@@ -9,14 +9,14 @@ that call them are touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from midstream.errors import OutOfOrderError
-from midstream.interleaving.again import Again
+from midstream.interleaving.asking import Asking
 from midstream.interleaving.events import Check, Event, Rows, Served
 from midstream.interleaving.indices import IndexCheck, Limit
 from midstream.interleaving.locations import ENGINE_ORDER, SKIP, Location
@@ -25,11 +25,10 @@ from midstream.interleaving.order import Order
 from midstream.interleaving.recording import Recordings
 from midstream.interleaving.replacing import Replacing
 from midstream.interleaving.replays import Replay, Replays
-from midstream.interleaving.routes import Needs, Routes
 from midstream.interleaving.run import EXCHANGE, Run
 from midstream.interleaving.skips import Skips
 from midstream.interleaving.source import Sources
-from midstream.interleaving.tapped import Tapped
+from midstream.interleaving.tapping import Tapping
 
 
 class Interleaver:
@@ -44,7 +43,9 @@ class Interleaver:
         skips: what blocks skip in the step under way.
         order: in which order the model meets its locations, and how far the step has got.
         replacing: the modules whose forward is another one in the step.
-        routes: which locations the codes of blocks visit.
+        sources: the operations inside forwards.
+        tapping: forwards that run as recorded ones.
+        asking: what blocks may ask for.
     """
 
     def __init__(
@@ -63,14 +64,12 @@ class Interleaver:
         self._sizes: Sequence[int] = ()
         self._recording = Recordings()
         self._paused = False
-        self._sources = Sources(self)
+        self.sources = Sources(self)
         self._observing = False  # whether every call is handed over, wanted or not
         self._in_turns = False  # whether a request has several blocks
         self._runs: Sequence[Run] = ()
         self._replays, self._logged = Replays(), False
-        self.routes, self._again = Routes(), Again()
-        self._tapped: Tapped | None = None
-        self._missed = False
+        self.tapping, self.asking = Tapping(self), Asking(self)
         self.in_forward = False
         self.in_step = False
         self.starting = False  # whether blocks execute up to their first access, one by one
@@ -82,7 +81,7 @@ class Interleaver:
             replays: rows that are run anew, with what blocks once wrote there.
         """
         self.order.begin_step()
-        self._sources.begin_step()
+        self.sources.begin_step()
         self.in_step = self.starting = True
         self._runs = runs
         self._in_turns = any(run.turn for run in runs)
@@ -111,46 +110,32 @@ class Interleaver:
         """Have a location handed over though no block waits for it."""
         self._waiting.setdefault(location, [])
         if location.within is not None:
-            self._sources.wanted.update(self.order.paths(location))
+            self.sources.wanted.update(self.order.paths(location))
 
     @property
     def wants_modules(self) -> bool:
         """Whether a module is waited for or recorded: the forward has to be accompanied."""
-        return next(self._wanted(), None) is not None
+        return next(self.wanted(), None) is not None
 
     @property
     def wanted_modules(self) -> Iterator[str]:
         """What is waited for or recorded inside the forward, as users write it."""
-        return (location.name for location in self._wanted())
+        return (location.name for location in self.wanted())
 
-    def _wanted(self) -> Iterator[Location]:
+    def wanted(self) -> Iterator[Location]:
+        """What is waited for or recorded inside the forward."""
         behind = self.order.is_behind_forward
         yield from (location for location in self._waiting if not behind(location))
         yield from (location for location in self._recording.locations if not behind(location))
 
-    def guess(self, runs: Sequence[Run]) -> Needs | None:
-        """What the blocks of the step that has begun will need of its forward, as far as known.
-
-        Returns:
-            None if there is no guess, or if it is wrong already.
-        """
-        if not self.order.known or self._replays:
-            return None
-        needs = self.routes.needs({run.code for run in runs})
-        if needs is None or not needs.locations.issuperset(self._wanted()):
-            return None
-        return needs
-
-    def _learn(self, run: Run) -> None:
-        """Take in what a block has visited. Its first step is another matter, and comes once."""
-        if run.visit and run.code is not None:
-            behind = self.order.is_behind_forward
-            visited = [location for location in run.visited if not behind(location)]
-            self.routes.learn(run.code, visited, run.replaced)
-
     @contextmanager
     def phase(
-        self, rows: Mapping[Run, Rows], sizes: Sequence[int], *, logged: bool = False
+        self,
+        rows: Mapping[Run, Rows],
+        sizes: Sequence[int],
+        *,
+        logged: bool = False,
+        by_hand: bool = True,
     ) -> Iterator[None]:
         """A part of the step in which modules run: the forward, then the head.
 
@@ -158,46 +143,18 @@ class Interleaver:
             rows: the rows of each active block's request.
             sizes: lengths along which a tensor counts as one row per request or token.
             logged: whether what blocks write is kept, for the case that the rows are run anew.
+            by_hand: whether the modules are called; those that blocks wait for are replaced then.
         """
         self._rows, self._sizes, self.in_forward = rows, sizes, True
         self._logged = logged
         try:
-            for path in self._paths_to_replace():
+            for path in self._paths_to_replace() if by_hand else ():
                 self.replacing.replace(path)
             yield
         finally:
             self.in_forward = self._logged = False
             self.replacing.restore()
             EXCHANGE.give(None)
-
-    @contextmanager
-    def tapped_phase(
-        self, tapped: Tapped, rows: Mapping[Run, Rows], sizes: Sequence[int]
-    ) -> Iterator[None]:
-        """The forward as a recorded one; as ``phase`` otherwise.
-
-        Left by ``Missed``, the forward has to be run again: after ``run_again`` in a ``phase``.
-        """
-        self._rows, self._sizes = rows, sizes
-        self.in_forward = self._logged = True
-        self._tapped, self._missed, tapped.live = tapped, False, True
-        self._again.begin()
-        try:
-            yield
-        finally:
-            self.in_forward = self._logged = tapped.live = False
-            self._tapped = None
-            EXCHANGE.give(None)
-
-    def run_again(self) -> None:
-        """Begin the step's forward once more, for the blocks that wait."""
-        for location, runs in self._waiting.items():
-            if not self.order.is_behind_forward(location):
-                for run in runs:
-                    self.routes.count_wrong(run.code)
-        self.order.begin_step()
-        for location in self._again.run():
-            self._expect(location)
 
     def serve(self, location: Location, value: Any) -> Any:
         """Offer a recorded forward's value at a break; see ``hand_over``."""
@@ -206,10 +163,26 @@ class Interleaver:
             self._record(location, value)
         return value
 
+    def begin_again(self, places: Iterable[Location]) -> None:
+        """Begin the step's forward once more.
+
+        Args:
+            places: what is handed over though no block waits for it.
+        """
+        self.order.begin_step()
+        for location in places:
+            self._expect(location)
+
+    def waiting_in_forward(self) -> Iterator[Run]:
+        """The blocks that wait for something inside the forward."""
+        for location, runs in self._waiting.items():
+            if not self.order.is_behind_forward(location):
+                yield from runs
+
     @property
-    def has_missed(self) -> bool:
-        """Whether a block waits for what the recorded forward has no break for."""
-        return self._missed
+    def runs_anew(self) -> bool:
+        """Whether the step runs rows of preempted requests anew, with what was written there."""
+        return bool(self._replays)
 
     @property
     def is_paused(self) -> bool:
@@ -225,8 +198,7 @@ class Interleaver:
         waiting, self._waiting = self._waiting, {}
         self.order.finish_step(learned=learned)
         if learned:
-            for run in self._runs:
-                self._learn(run)
+            self.tapping.learn(self._runs)
         self._runs = ()
         self._observing = False
         self.in_step = False  # a block that catches the error and asks again is refused at once
@@ -240,7 +212,7 @@ class Interleaver:
                 )
         self._skipping.clear()
         self._recording.clear()
-        self._again.clear()
+        self.tapping.end()
 
     @property
     def has_sampled(self) -> bool:
@@ -267,8 +239,8 @@ class Interleaver:
         """
         self.order.reach(location)
         runs = self._waiting.pop(location, None)
-        if self._again.running:
-            value = self._again.apply(location, value, self._maker(location))
+        if self.tapping.again.running:
+            value = self.tapping.again.apply(location, value, self._maker(location))
         if location in self._replays:
             value = self._replays.apply(location, value, self._event, self._sizes)
         if not runs:
@@ -282,11 +254,11 @@ class Interleaver:
             check = IndexCheck(self._modules[location.path], value, self._limit)
         for together in _in_turns(runs) if self._in_turns else (runs,):
             event = self._event(location, value, [rows[run] for run in together], sizes, check)
-            if self._again.keeping:
+            if self.tapping.again.keeping:
                 event.writes = []
             for run in together:
                 self._serve(run, location, event, rows[run])
-            self._again.keep(location, event)
+            self.tapping.again.keep(location, event)
             value = event.result()
         return value
 
@@ -303,7 +275,7 @@ class Interleaver:
     ) -> Event:
         if location.within is None:
             return Event(value, sizes, spans, check)
-        sources = self._sources
+        sources = self.sources
         return Event(value, sizes, spans, check, sources.is_models, sources.is_whole)
 
     def enter(self, path: str, call: Any) -> Any:
@@ -332,7 +304,7 @@ class Interleaver:
 
     def _record(self, location: Location, value: Any) -> None:
         """Keep a value, as all blocks have left it, for those that record it."""
-        if self._again.is_recorded(location):
+        if self.tapping.again.is_recorded(location):
             return
         runs = self._recording.runs(location.path)
         hidden = (
@@ -379,57 +351,12 @@ class Interleaver:
     def _wait(self, run: Run, location: Location) -> None:
         self._waiting.setdefault(location, []).append(run)
         if run.uses_source and location not in ENGINE_ORDER:
-            self._sources.wanted.update(self.order.paths(location))
-        if self._tapped is not None:
-            known = location in self._tapped.needs.locations
-            self._missed |= not (known or self.order.is_behind_forward(location))
+            self.sources.wanted.update(self.order.paths(location))
+        if self.tapping.is_under_way:
+            self.tapping.expect(location)
         elif self.in_forward and not self.order.learning and location not in ENGINE_ORDER:
             for path in self.order.paths(location):
                 self.replacing.replace(path)
-
-    def check(self, run: Run, location: Location) -> None:
-        """Refuse a location that this step has passed.
-
-        Raises:
-            OutOfOrderError: naming the location and where the block stands.
-        """
-        if not self.in_step:
-            raise OutOfOrderError(
-                f"'{location.label(run.visit)}' was requested after the forward pass ended."
-            )
-        if self._skipping:
-            self.skips.refuse_inner(run, location, self.order.places)
-            if location.side == SKIP:  # it has been checked, see `check_skip`
-                return
-        late = ""
-        if not self.order.has_passed(location):
-            if location.within is None:
-                return
-            run.uses_source = True
-            late = self._sources.check(location)
-            if not late:
-                return
-        raise self._out_of_order(run, location, late)
-
-    def check_skip(self, run: Run, location: Location) -> None:
-        """Refuse to skip a module whose call has begun; being given its arguments is no part of it.
-
-        Raises:
-            OutOfOrderError: naming the location and where the block stands.
-        """
-        self.order.place_skip(location)
-        entry = Location(location.path, "input")
-        if entry not in run.served and self.order.has_passed(entry):
-            raise self._out_of_order(run, location)
-
-    def _out_of_order(self, run: Run, location: Location, late: str = "") -> OutOfOrderError:
-        text = f"'{location.label(run.visit)}' was requested but the model already ran past it"
-        if run.marks is not None:
-            text += (
-                f": the block had already been given '{run.marks.location.label(run.visit)}'. "
-                f"Move this access above line {run.marks.line}"
-            )
-        return OutOfOrderError(f"{text}.{late}")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -449,13 +376,13 @@ class Interleaver:
 
     def call(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a module's forward; with its operations handed over if a block may ask for them."""
-        if path in self._sources.wanted:
-            return self._sources.call(path, forward, args, kwargs)
+        if path in self.sources.wanted:
+            return self.sources.call(path, forward, args, kwargs)
         return forward(*args, **kwargs)
 
     def _traced(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         entry, leave = Location(path, "input"), Location(path, "output")
-        recorded, instrumented = self._recording, self._sources.wanted
+        recorded, instrumented = self._recording, self.sources.wanted
 
         def traced(*args: Any, **kwargs: Any) -> Any:
             if self._paused:
@@ -467,7 +394,7 @@ class Interleaver:
             if self._skipping:
                 value = self._forward_or_skip(path, forward, args, kwargs)
             elif path in instrumented:
-                value = self._sources.call(path, forward, args, kwargs)
+                value = self.sources.call(path, forward, args, kwargs)
             else:
                 value = forward(*args, **kwargs)
             if self.order.learning:

@@ -370,7 +370,7 @@ class Run:
         del frame  # it would keep the block's variables alive while the block waits
         if self.interleaver is None:
             raise NotInTraceError(f"{location.label(self.visit)} was asked for outside a forward.")
-        self.interleaver.check(self, location)
+        self.interleaver.asking.check(self, location)
         self.wanted = location
         self._park()
         self.marks = Mark(location, code, at)

@@ -31,7 +31,7 @@ def skip(run: Run, path: str, value: Any) -> None:
     location, interleaver = Location(path, SKIP), run.interleaver
     if interleaver is None:
         raise NotInTraceError(f"{location.label(run.visit)} was asked for outside a forward.")
-    interleaver.check_skip(run, location)
+    interleaver.asking.check_skip(run, location)
     interleaver.skips.values.setdefault(run, {})[path] = value
     try:
         run.at(location).write(value, location.label(run.visit), _misfit)

@@ -103,7 +103,7 @@ class Tapped:
         for buffer, leaf in zip(buffers, flatten(given)[0], strict=bool(buffers)):
             if isinstance(buffer, torch.Tensor):
                 buffer.copy_(leaf)
-        if self._interleaver.has_missed:
+        if self._interleaver.tapping.has_missed:
             raise Missed
 
 

@@ -11,7 +11,7 @@ import torch
 from midstream.errors import InterventionError
 from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.locations import Location
-from midstream.interleaving.routes import Needs
+from midstream.interleaving.routes import Needs, Routes
 from midstream.interleaving.tapped import Tapped
 from midstream.modeling.vllm.engine.graphs import Recorded, TappedGraphs
 from midstream.modeling.vllm.limits import Limits
@@ -132,7 +132,7 @@ def recorded(llama: Any) -> Iterator[Any]:
     runner = runner_of(llama)
     before = runner.graphs
     record_steps(llama)
-    runner.blocks.interleaver.routes.__init__()
+    runner.blocks.interleaver.tapping.routes = Routes()
     yield llama
     runner.graphs = before
 

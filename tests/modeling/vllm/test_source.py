@@ -171,7 +171,7 @@ def test_gpt2_stream_between_attention_and_mlp(engine: Any, oracle: Any) -> None
 
 def want_everything(interleaver: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Have every forward of every step run instrumented; the paths of those that did."""
-    sources, ran = interleaver._sources, []
+    sources, ran = interleaver.sources, []
     prepare = sources._prepare
 
     def prepared(owner: str, value: Any) -> Any:
@@ -189,7 +189,7 @@ def want_everything(interleaver: Any, monkeypatch: pytest.MonkeyPatch) -> list[s
 
 def refused(interleaver: Any) -> list[str]:
     """Modules whose forward could not be instrumented."""
-    prepared = interleaver._sources._prepared
+    prepared = interleaver.sources._prepared
     return [path for path, (_, instrumented) in prepared.items() if instrumented is None]
 
 

@@ -198,7 +198,7 @@ class BlockRunner:
         interleaver, (tapped, recorded) = self.blocks.interleaver, self._graph
         try:
             with (
-                interleaver.tapped_phase(tapped, self._rows, self._sizes),
+                interleaver.tapping.phase(tapped, self._rows, self._sizes),
                 self._kernels(),
             ):
                 value = recorded.replay(forward, inputs)
@@ -206,7 +206,7 @@ class BlockRunner:
             return value
         except Missed:
             self.graphs.counts.wrong_guesses += 1
-            interleaver.run_again()
+            interleaver.tapping.run_again()
         return self._with_blocks(forward)(**inputs)
 
     # One step, in the order vLLM calls these.
@@ -293,7 +293,7 @@ class BlockRunner:
         )
         self._eager = interleaver.wants_modules
         if self._eager and self.graphs is not None and all(run.visit for run in runs):
-            self._guess = interleaver.guess(runs)
+            self._guess = interleaver.tapping.guess(runs)
 
     def prepare_inputs(self, scheduled: Any, states: Any, shape: Any, *args: Any) -> Any:
         """Prepare the batch; from here on each request's rows are known."""

@@ -1,0 +1,94 @@
+"""Forwards of an interleaver that run as recorded ones, see ``Tapped``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from midstream.interleaving.again import Again
+from midstream.interleaving.events import Rows
+from midstream.interleaving.locations import Location
+from midstream.interleaving.routes import Needs, Routes
+from midstream.interleaving.run import Run
+
+if TYPE_CHECKING:
+    from midstream.interleaving.interleaver import Interleaver
+    from midstream.interleaving.tapped import Tapped
+
+
+class Tapping:
+    """Guesses what a step's blocks will ask for, and sees when they ask for something else.
+
+    Args:
+        interleaver: the model's steps.
+
+    Attributes:
+        routes: which locations the codes of blocks visit.
+        again: what is needed to run the step's forward once more.
+        has_missed: whether a block waits for what the recorded forward has no break for.
+    """
+
+    def __init__(self, interleaver: Interleaver):
+        self._interleaver = interleaver
+        self.routes, self.again = Routes(), Again()
+        self.has_missed = False
+        self._tapped: Tapped | None = None
+
+    def guess(self, runs: Sequence[Run]) -> Needs | None:
+        """What the blocks of the step that has begun will need of its forward, as far as known.
+
+        Returns:
+            None if there is no guess, or if it is wrong already.
+        """
+        if not self._interleaver.order.known or self._interleaver.runs_anew:
+            return None
+        needs = self.routes.needs({run.code for run in runs})
+        if needs is None or not needs.locations.issuperset(self._interleaver.wanted()):
+            return None
+        return needs
+
+    def learn(self, runs: Sequence[Run]) -> None:
+        """Take in what blocks have visited. Their first step is another matter, and comes once."""
+        behind = self._interleaver.order.is_behind_forward
+        for run in runs:
+            if run.visit and run.code is not None:
+                visited = [location for location in run.visited if not behind(location)]
+                self.routes.learn(run.code, visited, run.replaced)
+
+    @contextmanager
+    def phase(
+        self, tapped: Tapped, rows: Mapping[Run, Rows], sizes: Sequence[int]
+    ) -> Iterator[None]:
+        """The forward of a step as a recorded one; as ``Interleaver.phase`` otherwise.
+
+        Left by ``Missed``, the forward has to be run again: after ``run_again``, by hand.
+        """
+        self._tapped, self.has_missed, tapped.live = tapped, False, True
+        self.again.begin()
+        try:
+            with self._interleaver.phase(rows, sizes, logged=True, by_hand=False):
+                yield
+        finally:
+            self._tapped, tapped.live = None, False
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a recorded forward runs."""
+        return self._tapped is not None
+
+    def expect(self, location: Location) -> None:
+        """Note that a block waits for a location in a recorded forward."""
+        if self._tapped is not None and location not in self._tapped.needs.locations:
+            behind = self._interleaver.order.is_behind_forward(location)
+            self.has_missed = self.has_missed or not behind
+
+    def run_again(self) -> None:
+        """Begin the step's forward once more, for the blocks that wait."""
+        for run in self._interleaver.waiting_in_forward():
+            self.routes.count_wrong(run.code)
+        self._interleaver.begin_again(self.again.run())
+
+    def end(self) -> None:
+        """The step has ended."""
+        self.again.clear()
