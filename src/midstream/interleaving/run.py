@@ -111,6 +111,7 @@ class Run:
         output: what is to be printed and warned about in the caller's process.
         recorders: what is recorded for the block, until its request ends.
         error: what the block raised, if it did.
+        code: what its code is known by; None until it executes.
         uses_source: whether the block may ask for operations inside a forward.
         marks: where in the user's code the last value was asked for, for error texts.
         snapshots: the values it was given and still holds.
@@ -153,6 +154,7 @@ class Run:
         self.output = Output()
         self.recorders: list[Recorder] = []
         self._abandoned = False
+        self.code: str | None = None
         self.uses_source = False
         self.marks: Mark | None = None
         self.snapshots = snapshots or Snapshots()
