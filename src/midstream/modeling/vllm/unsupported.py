@@ -24,6 +24,12 @@ EDIT_RESULT = (
     "output that has the text."
 )
 
+RESULT_SAVES = (
+    "`saves` of a result that a block is given is not supported: what blocks and edits save goes "
+    "straight to the caller, and does not come back into the engine. After the `with` statement "
+    "`tracer.result.saves` has what edits saved, and what this block saves is bound to its names."
+)
+
 EDIT_INVOKE = (
     "`tracer.invoke()` in an edit is not supported{where}: an edit has no requests of its own, it "
     "runs beside the later ones that it applies to. Write what is to be done beside them into the "
