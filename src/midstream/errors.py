@@ -128,7 +128,7 @@ class MidstreamWarning(UserWarning):
 
 
 class UnboundSaveWarning(MidstreamWarning):
-    """A saved value is bound to no name, so it cannot come back."""
+    """A saved value, or a cache, is bound to no name, so it cannot come back."""
 
 
 class StepsCutShortWarning(MidstreamWarning):

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-__all__ = ["Block", "Code", "Compiled"]
+__all__ = ["Block", "Call", "Code", "Compiled"]
 
 
 class Code(msgspec.Struct, frozen=True, dict=True):
@@ -67,6 +67,20 @@ def _compiled(code: Code) -> Compiled:
     return compile_code(code)
 
 
+class Call(NamedTuple):
+    """A call ``name.method(...)`` in a block, or in a function inside it.
+
+    Attributes:
+        line: line of the file.
+        is_bare: whether it is a statement of its own, so that nothing holds what it returns.
+    """
+
+    name: str
+    method: str
+    line: int
+    is_bare: bool
+
+
 @dataclass(frozen=True)
 class Compiled:
     """A block's executable form.
@@ -77,6 +91,7 @@ class Compiled:
         bare_saves: lines of ``x.save()`` whose value is bound to no name.
         bare_calls: the same for ``save(x)`` and ``package.save(x)``, as (first name, line): whether
             the name is midstream's is known at capture only.
+        calls: its calls of methods of a name.
         attributes: for outside names used as ``name.attribute`` only, those attributes.
     """
 
@@ -84,6 +99,7 @@ class Compiled:
     reads: frozenset[str]
     bare_saves: tuple[int, ...] = ()
     bare_calls: tuple[tuple[str, int], ...] = ()
+    calls: tuple[Call, ...] = ()
     attributes: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dis
-import warnings
 from dataclasses import dataclass
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 from midstream.errors import (
     BlockLayoutError,
     CaptureError,
     SourceChangedError,
-    UnboundSaveWarning,
     WithBlockNotFoundError,
 )
 from midstream.tracing.block import Block, Code, Compiled
@@ -20,15 +18,14 @@ from midstream.tracing.checks import check_body, check_layout, does_nothing
 from midstream.tracing.hooks import TraceHook
 from midstream.tracing.names import resolve
 from midstream.tracing.percode import PerCode
-from midstream.tracing.saves import save
 from midstream.tracing.sources import (
-    BLOCK_NAME,
     Found,
     Source,
     future_flags,
     sources,
     with_position,
 )
+from midstream.tracing.unbound import warn_bare_saves
 from midstream.tracing.verifying import Body, is_empty, is_same, is_skippable
 
 __all__ = ["Capture", "forget_skip"]
@@ -110,7 +107,7 @@ class Capture:
             BlockSyntaxError: the body holds what a block cannot.
         """
         site = _site(frame, what)
-        _warn_bare_saves(frame, site)
+        warn_bare_saves(frame, site.code, site.compiled)
         return cls(frame, site)
 
     def finish(
@@ -241,32 +238,3 @@ def _no_source(frame: FrameType, what: str) -> WithBlockNotFoundError:
     else:
         advice = "register text run by `exec` with `linecache`; in a notebook, avoid cell magics"
     return WithBlockNotFoundError(f"{where}{advice}, or pass the body as a function, `block=fn`")
-
-
-# --- saves that cannot come back ------------------------------------------------------------------
-
-
-def _warn_bare_saves(frame: FrameType, site: _Site) -> None:
-    compiled = site.compiled
-    if not compiled.bare_saves and not compiled.bare_calls:
-        return
-    if BLOCK_NAME in frame.f_globals:
-        return  # a trace inside a block: the block's own capture has warned
-    owners = resolve(frame, {name for name, _ in compiled.bare_calls})
-    calls = [line for name, line in compiled.bare_calls if _is_ours(owners.get(name))]
-    for line in sorted({*compiled.bare_saves, *calls}):
-        warnings.warn_explicit(
-            "this save is bound to no name, so its value cannot come back: write "
-            "`name = value.save()`, or save the list or dict that collects the values",
-            UnboundSaveWarning,
-            site.code.filename,
-            line,
-            module=frame.f_globals.get("__name__", "<unknown>"),
-            registry=frame.f_globals.setdefault("__warningregistry__", {}),
-        )
-
-
-def _is_ours(owner: Any) -> bool:
-    if isinstance(owner, ModuleType):
-        owner = getattr(owner, "save", None)
-    return owner is save

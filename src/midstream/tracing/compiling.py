@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from types import CodeType
 
 from midstream.errors import BlockSyntaxError
-from midstream.tracing.block import Code, Compiled
+from midstream.tracing.block import Call, Code, Compiled
 from midstream.tracing.mangling import mangle
 from midstream.tracing.names import outside_reads
 from midstream.tracing.rewriting import find_saves, flatten, rewrite_saves
 from midstream.tracing.saves import HELPER_NAMES
 
-__all__ = ["compile_code", "parse_block", "quietly"]
+__all__ = ["compile_code", "find_calls", "parse_block", "quietly"]
 
 
 _filters_lock = threading.RLock()
@@ -61,8 +61,27 @@ def compile_code(code: Code) -> Compiled:
         raise _explained(error, code) from error
     reads = _reads(compiled)
     methods = tuple(call.lineno for call in saves.bare if _is_method(call))
-    calls = tuple((_first_name(c), c.lineno) for c in saves.bare if not _is_method(c))
-    return Compiled(_renamed(compiled, code), reads, methods, calls, _attributes(module, reads))
+    functions = tuple((_first_name(c), c.lineno) for c in saves.bare if not _is_method(c))
+    return Compiled(
+        _renamed(compiled, code),
+        reads,
+        methods,
+        functions,
+        find_calls(module),
+        _attributes(module, reads),
+    )
+
+
+def find_calls(tree: ast.Module) -> tuple[Call, ...]:
+    """Return all calls ``name.method(...)``, those in functions and classes included."""
+    statements = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return tuple(
+        Call(node.func.value.id, node.func.attr, node.lineno, node in statements)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+    )
 
 
 def _reads(compiled: CodeType) -> frozenset[str]:

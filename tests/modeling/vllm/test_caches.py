@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import Any
 
 import pytest
 import torch
 
-from midstream.errors import InterventionError, NotInTraceError
+from midstream.errors import InterventionError, NotInTraceError, UnboundSaveWarning
 from midstream.interleaving.caches import Cache
-from tests.modeling.vllm.conftest import Neighbour, plain_tokens, runner_of
+from tests.modeling.vllm.conftest import Neighbour, line_of, plain_tokens, runner_of
 from tests.support.checkpoints import A, B, C
 from tests.support.oracle import Oracle, assert_close
 
@@ -142,6 +144,58 @@ def test_a_cache_outside_a_block_is_refused(llama: Any) -> None:
     """There is no forward to record there."""
     with pytest.raises(NotInTraceError, match=r"tracer\.cache\(\)"):
         llama.trace(A).cache()
+
+
+def test_a_cache_without_a_name_warns(llama: Any) -> None:
+    """A bare `tracer.cache(...)` records nothing, and says so once at its line, in an invoke too.
+
+    (C70).
+    """
+    with pytest.warns(UnboundSaveWarning, match=r"write `cache = tracer\.cache\(") as caught:
+        with llama.trace(A, max_tokens=1, **GREEDY) as tracer:
+            tracer.cache("model.layers.1.mlp")  # alone
+            rows = len(llama.model.layers[1].output[0]).save()
+    assert [(w.filename, w.lineno) for w in caught] == [(__file__, line_of(__file__, "alone"))]
+    assert rows == len(A)
+    with pytest.warns(UnboundSaveWarning, match=r"write `cache = both\.cache\(") as caught:
+        with llama.trace(max_tokens=1, **GREEDY) as both:
+            with both.invoke(A):
+                both.cache("model.layers.1.mlp")  # in an invoke
+            with both.invoke(B):
+                cache = both.cache("model.layers.1.mlp")
+    assert [w.lineno for w in caught] == [line_of(__file__, "in an invoke")]
+    assert cache["model.layers.1.mlp"].output.shape == (len(B), 128)
+
+
+def test_a_cache_without_a_name_can_be_an_error(llama: Any) -> None:
+    """With warnings as errors nothing is run or installed, and no trace function stays."""
+    before = sys.gettrace()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UnboundSaveWarning, match="nothing is recorded"):
+            with llama.edit() as (tracer, _):
+                tracer.cache("model.layers.1.mlp")
+    assert llama.edits == ()
+    assert sys.gettrace() is before
+
+
+def test_a_cache_that_is_held_does_not_warn(llama: Any) -> None:
+    """One in a list comes home with it, and other objects may have a `cache` of their own."""
+
+    class Shelf:
+        def cache(self, value: int) -> None:
+            self.value = value
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with llama.trace(A, max_tokens=1, **GREEDY) as tracer:
+            held = [tracer.cache("model.layers.1.mlp")].save()
+            shelf = Shelf()
+            shelf.cache(3)
+            seen = shelf.value
+            seen.save()
+    assert held[0]["model.layers.1.mlp"].output.shape == (len(A), 128)
+    assert seen == 3
 
 
 def test_nothing_is_left_in_the_engine(llama: Any) -> None:

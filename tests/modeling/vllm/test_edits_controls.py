@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from midstream.errors import InterventionError, MidstreamWarning
+from midstream.errors import InterventionError, MidstreamWarning, UnsupportedError
+from tests.modeling.vllm.conftest import line_of
 from tests.support.changes import Change
 from tests.support.checkpoints import A
 from tests.support.oracle import Oracle, assert_close
@@ -80,3 +81,59 @@ def test_an_edit_that_asks_for_the_result(model: Any) -> None:
     text = str(output.edit_error)
     assert text.startswith("UnsupportedError: `tracer.result` in an edit is not supported")
     assert "seen.append(tracer.result)" in text
+
+
+def opening_invokes(model: Any, tracer: Any) -> None:
+    """An edit that opens an invoke."""
+    with tracer.invoke(A):  # a function
+        model.logits[:] = 0
+
+
+def test_invokes_in_an_edit_are_refused(model: Any) -> None:
+    """When it is installed, with the line and what to write instead; nothing is installed."""
+    said = r"`tracer\.invoke\(\)` in an edit .*_controls\.py, line (\d+)\): an edit has no"
+    with pytest.raises(UnsupportedError, match=said) as body:
+        with model.edit() as (tracer, _):
+            with tracer.invoke(A):  # a body
+                model.logits[:] = 0
+    with pytest.raises(UnsupportedError, match=said) as function:
+        model.edit(name="given", block=opening_invokes)
+    for caught, mark in ((body, "a body"), (function, "a function")):
+        assert f", line {line_of(__file__, mark)})" in str(caught.value)
+        assert caught.value.__context__ is None
+    assert model.edits == ()
+
+
+def test_what_only_looks_like_an_invoke_is_installed(model: Any) -> None:
+    """Another object's `invoke` is the user's, in a body and in a function."""
+
+    class Chain:
+        def invoke(self, value: int) -> int:
+            return value + 1
+
+    def calling(model: Any, tracer: Any) -> Any:
+        chain = Chain()
+        return {"two": chain.invoke(1)}
+
+    chain = Chain()
+    with model.edit():
+        three = chain.invoke(2)
+        three.save()
+    model.edit(block=calling)
+    (output,) = model.generate([A], max_tokens=1, **GREEDY)
+    assert output.saves == {"three": 3, "two": 2}
+
+
+def test_an_invoke_that_a_helper_opens_in_an_edit(model: Any) -> None:
+    """It is an error of the edit beside the request, which goes on."""
+
+    def helper(opening: Any) -> None:
+        with opening.invoke(A):
+            pass
+
+    with model.edit() as (tracer, _):
+        helper(tracer)
+    with pytest.raises(InterventionError, match=r"^UnsupportedError: `tracer\.invoke\(\)` inside"):
+        with model.trace(A, max_tokens=1, **GREEDY):
+            rows = len(model.model.layers[0].output[0]).save()
+    assert rows == len(A)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from midstream.errors import InterventionError
+from midstream.errors import InterventionError, UnsupportedError
 from midstream.modeling.vllm.results import Completion, Result, read, write
 from tests.modeling.vllm.conftest import Neighbour, place, plain_tokens
 from tests.support.checkpoints import EOS, A, B, C
@@ -162,6 +162,30 @@ def test_a_stopped_request_does_not_wait(llama: Any) -> None:
         seen.append(tracer.result)
     assert seen == list(tracer.result.outputs[0].token_ids)
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize("form", ["result", "sequence"])
+def test_saves_are_not_in_it(llama: Any, form: str) -> None:
+    """Values of edits are on the caller's result alone, and asking for them in a block says so."""
+    with llama.edit() as (_, edit):
+        rows = len(llama.model.layers[1].output[0])
+        rows.save()
+    try:
+        with pytest.raises(InterventionError, match=r"After the `with` statement") as caught:
+            with llama.trace(A, max_tokens=1, **GREEDY) as tracer:
+                result = tracer.result
+                found = (result if form == "result" else result.outputs[0]).saves
+        assert isinstance(caught.value.__cause__, UnsupportedError)
+        assert tracer.result.saves == {"rows": len(A)}
+    finally:
+        edit.clear()
+
+
+def test_saves_of_the_tracer_in_a_block(llama: Any) -> None:
+    """There are none before the `with` ends, which the error says."""
+    with pytest.raises(InterventionError, match=r"^AttributeError: `tracer\.saves` .* when the"):
+        with llama.trace(A, max_tokens=1, **GREEDY) as tracer:
+            tracer.saves
 
 
 def test_results_travel_as_data() -> None:

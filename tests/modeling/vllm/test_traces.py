@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import midstream
+from midstream.interleaving.run import running
+from midstream.tracing import Block
 from tests.modeling.vllm.conftest import plain_tokens
 from tests.support.checkpoints import A, B, C
 from tests.support.compare import assert_close
@@ -155,3 +157,31 @@ def test_no_progress_bar(llama: Any, capfd: pytest.CaptureFixture[str]) -> None:
     llama.trace(B, block=lambda model, tracer: model.logits, **GREEDY)
     llama.generate([A, B], **GREEDY)
     assert "prompts" not in capfd.readouterr().err
+
+
+def test_a_block_is_known_by_its_code(llama: Any) -> None:
+    """Requests of the same text have the same digest, a function that of its source, or none."""
+
+    def known(model: Any, tracer: Any) -> Any:
+        return running().code
+
+    found = []
+    for ids in (A, B):
+        with llama.trace(ids, **GREEDY):
+            code = running().code
+            code.save()
+        found.append(code)
+    with llama.trace(A, **GREEDY):
+        other = running().code
+        other.save()
+    listed = llama.trace(A, block=known, **GREEDY).saves["return"]
+    unlisted: dict[str, Any] = {}
+    exec("from midstream.interleaving.run import running\n" + UNLISTED, unlisted)
+    assert found[0] == found[1]
+    assert len({found[0], other, listed}) == 3
+    assert {len(code) for code in (found[0], other, listed)} == {32}
+    assert listed == Block(function=known).listing.digest
+    assert llama.trace(A, block=unlisted["known"], **GREEDY).saves["return"] == "None"
+
+
+UNLISTED = "def known(model, tracer):\n    return str(running().code)\n"

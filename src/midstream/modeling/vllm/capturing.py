@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import FrameType, TracebackType
 
 from midstream.tracing import Block, Capture, forget_skip
+from midstream.tracing.unbound import warn_bare_caches
 
 
 class Capturing:
@@ -41,6 +42,7 @@ class Capturing:
         if block is None:
             return False
         try:
+            warn_bare_caches(frame, block, Capturing)
             self._captured(block, frame)
         except BaseException as raised:
             forget_skip(raised)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import UnsupportedError
 from midstream.modeling.vllm.capturing import Capturing
 from midstream.modeling.vllm.tracer import Tracer
+from midstream.modeling.vllm.unsupported import EDIT_INVOKE
 from midstream.tracing import Block
+from midstream.tracing.compiling import find_calls
 from midstream.tracing.shipping import dumps
 
 if TYPE_CHECKING:
@@ -83,7 +87,9 @@ class EditRegistry:
 
         Raises:
             TransportError: a value cannot travel, or cannot be rebuilt in the engine.
+            UnsupportedError: the block opens invokes.
         """
+        _refuse_invokes(block)
         written = dumps(block, self._model._reference)
         edit_id = next(self._ids)
         label = f"'{edit.name}'" if edit.name is not None else f"number {edit_id}"
@@ -172,6 +178,7 @@ class Editable:
             TypeError: the name is no text.
             ValueError: ``inplace=False``.
             TransportError: a value that the block uses cannot travel to the engine.
+            UnsupportedError: the block opens invokes (at the end of the `with`).
         """
         if not inplace:
             raise ValueError(
@@ -188,3 +195,40 @@ class Editable:
     def clear_edits(self) -> None:
         """Take all edits out of the engine, see ``Edit.clear``."""
         self._edits.clear(self.edits)
+
+
+def _refuse_invokes(block: Block) -> None:
+    """Refuse `tracer.invoke(...)` in the text of an edit.
+
+    What the text does not show, a helper's call, is refused where it runs.
+
+    Raises:
+        UnsupportedError: it is there.
+    """
+    line = _invoke_in_body(block) if block.code is not None else _invoke_in_function(block)
+    code = block.code or block.listing
+    if line is not None and code is not None:
+        raise UnsupportedError(EDIT_INVOKE.format(where=f" ({code.filename}, line {line})"))
+
+
+def _invoke_in_body(block: Block) -> int | None:
+    assert block.code is not None
+    for call in block.code.compiled().calls:
+        if call.method == "invoke" and isinstance(block.values.get(call.name), Tracer):
+            return call.line
+    return None
+
+
+def _invoke_in_function(block: Block) -> int | None:
+    """The line in a plain function, whose second argument is the tracer."""
+    if not isinstance(block.function, FunctionType) or block.listing is None:
+        return None
+    code = block.function.__code__
+    try:
+        tree = ast.parse(textwrap.dedent(block.listing.source))
+    except SyntaxError:
+        return None  # a lambda in the middle of an expression
+    for call in find_calls(tree):
+        if call.method == "invoke" and call.name in code.co_varnames[1 : code.co_argcount][:1]:
+            return call.line + block.listing.first_line - 1
+    return None

@@ -9,15 +9,30 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
+from midstream.errors import UnsupportedError
 from midstream.modeling.vllm.payloads import Record, pack, unpack
+from midstream.modeling.vllm.unsupported import RESULT_SAVES
 
 _NAME = "result"
 
 
+class _WithoutSaves:
+    """What the engine does not know of a finished request."""
+
+    @property
+    def saves(self) -> NoReturn:
+        """Refuse: only the client has what was saved.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(RESULT_SAVES)
+
+
 @dataclass
-class Completion:
+class Completion(_WithoutSaves):
     """One finished sequence, with vLLM's names and values.
 
     Attributes:
@@ -40,7 +55,7 @@ class Completion:
 
 
 @dataclass
-class Result:
+class Result(_WithoutSaves):
     """A finished request, with the names of vLLM's `RequestOutput`.
 
     ``text``, ``token_ids``, ``logprobs``, ``finish_reason`` and ``stop_reason`` are those of the

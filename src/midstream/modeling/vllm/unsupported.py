@@ -24,6 +24,18 @@ EDIT_RESULT = (
     "output that has the text."
 )
 
+RESULT_SAVES = (
+    "`saves` of a result that a block is given is not supported: what blocks and edits save goes "
+    "straight to the caller, and does not come back into the engine. After the `with` statement "
+    "`tracer.result.saves` has what edits saved, and what this block saves is bound to its names."
+)
+
+EDIT_INVOKE = (
+    "`tracer.invoke()` in an edit is not supported{where}: an edit has no requests of its own, it "
+    "runs beside the later ones that it applies to. Write what is to be done beside them into the "
+    "body of the edit itself, and give the prompts to `model.trace` or `model.generate` afterwards."
+)
+
 _ELSEWHERE = {
     "remote": (
         "`remote=` is not supported: there is no hosted service to send the block to. A server of "
