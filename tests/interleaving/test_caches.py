@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from midstream.interleaving.caches import Cache
-from midstream.interleaving.events import Rows
+from midstream.interleaving.copies import Rows
 from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.node import Tree
 from midstream.interleaving.recording import open_cache

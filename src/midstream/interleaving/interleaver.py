@@ -10,16 +10,18 @@ that call them are touched.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from midstream.errors import OutOfOrderError
 from midstream.interleaving.asking import Asking
-from midstream.interleaving.events import Check, Event, Rows, Served
+from midstream.interleaving.copies import Rows
+from midstream.interleaving.events import Check, Event, Served
 from midstream.interleaving.indices import IndexCheck, Limit
 from midstream.interleaving.locations import ENGINE_ORDER, SKIP, Location
+from midstream.interleaving.neutral import NEUTRAL
 from midstream.interleaving.notes import annotate
 from midstream.interleaving.order import Order
 from midstream.interleaving.recording import Recordings
@@ -87,8 +89,9 @@ class Interleaver:
         self._in_turns = any(run.turn for run in runs)
         self._paused = False  # a block that was left while it called a module does not set it back
         try:
-            for run in runs:
-                self._begin(run)
+            with NEUTRAL if all(run.plain for run in runs) else nullcontext():
+                for run in runs:
+                    self._begin(run)
         finally:
             self.starting = False
             EXCHANGE.give(None)
@@ -256,8 +259,8 @@ class Interleaver:
             event = self._event(location, value, [rows[run] for run in together], sizes, check)
             if self.tapping.again.keeping:
                 event.writes = []
-            for run in together:
-                self._serve(run, location, event, rows[run])
+            self._serve_all(together, location, event, rows)
+            event.flush()
             self.tapping.again.keep(location, event)
             value = event.result()
         return value
@@ -321,10 +324,23 @@ class Interleaver:
             self._waiting[location] = hidden
         return [run for run in runs if run not in hidden]
 
+    def _serve_all(
+        self, runs: Sequence[Run], location: Location, event: Event, rows: Mapping[Run, Rows]
+    ) -> None:
+        """Serve those for whom the thread has to be prepared one by one, then the others."""
+        plain = [run for run in runs if run.plain]
+        for run in runs if len(plain) < len(runs) else ():
+            if not run.plain:
+                self._serve(run, location, event, rows[run])
+        if plain:
+            with NEUTRAL:
+                for run in plain:
+                    self._serve(run, location, event, rows[run])
+
     def _serve(self, run: Run, location: Location, event: Event, rows: Rows) -> None:
         """Give one block its rows, let it execute, and take back what it changed."""
         served = event.serve(rows, run.snapshots, location, run.log if self._logged else None)
-        run.served = {location: served}
+        run.place, run.served = location, served
         run.visited.add(location)
         try:
             run.resume()
@@ -335,7 +351,7 @@ class Interleaver:
                     break
                 run.resume(error) if tries_left and not run.done else run.fail(error)
         finally:
-            run.served = {}
+            run.place = run.served = None
             if served.replaces:
                 run.replaced.add(location)
         self._after(run)
@@ -349,6 +365,10 @@ class Interleaver:
             self._wait(run, run.wanted)
 
     def _wait(self, run: Run, location: Location) -> None:
+        waiting = self._waiting.get(location)
+        if waiting and not run.uses_source:  # what is to be done for the location has been done
+            waiting.append(run)
+            return
         self._waiting.setdefault(location, []).append(run)
         if run.uses_source and location not in ENGINE_ORDER:
             self.sources.wanted.update(self.order.paths(location))

@@ -77,6 +77,16 @@ class Order:
             index = self._end_of(location.within) - 1
         return location in self._passed or index <= self._position
 
+    def is_ahead(self, location: Location) -> bool:
+        """Whether a location of a module is known to be still to come."""
+        index = self.places.get(location)
+        return (
+            index is not None
+            and index > self._position
+            and location.within is None
+            and location not in self._passed
+        )
+
     def _end_of(self, owner: str | None) -> int:
         """Position at which a module or operation ends; None is the whole forward."""
         if owner is None:

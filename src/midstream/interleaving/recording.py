@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from midstream.interleaving.caches import Cache
-from midstream.interleaving.events import Rows, counting_edits, cut, row_axis
+from midstream.interleaving.copies import Rows, counting_edits, cut, row_axis
 from midstream.interleaving.locations import Location
 from midstream.interleaving.node import Node, Tree
 from midstream.interleaving.snapshots import Snapshots

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from _thread import get_ident
 from collections.abc import Callable
 from time import monotonic
@@ -16,6 +17,7 @@ from midstream.interleaving.frames import user_frame, user_line
 from midstream.interleaving.generators import Exchange, Generators
 from midstream.interleaving.locations import Location
 from midstream.interleaving.modes import BlockModes
+from midstream.interleaving.neutral import NEUTRAL
 from midstream.interleaving.notes import advise
 from midstream.interleaving.printing import Notice, Output
 from midstream.interleaving.snapshots import Snapshots
@@ -112,6 +114,8 @@ class Run:
         recorders: what is recorded for the block, until its request ends.
         error: what the block raised, if it did.
         code: what its code is known by; None until it executes.
+        plain: whether it does nothing but compute, so that no mode, stream or generator of the
+            thread has to be exchanged around its visits.
         visited: locations that it has met in this step.
         replaced: those of them where it has given the model another tensor.
         uses_source: whether the block may ask for operations inside a forward.
@@ -145,7 +149,8 @@ class Run:
         self.turn = 0
         self.context: Any = None
         self.wanted: Location | None = None
-        self.served: dict[Location, Served] = {}
+        self.place: Location | None = None
+        self.served: Served | None = None
         self.error: BaseException | None = None
         self.awaited: int | None = None
         self.gets_result = True
@@ -157,6 +162,7 @@ class Run:
         self.recorders: list[Recorder] = []
         self._abandoned = False
         self.code: str | None = None
+        self.plain = False
         self.visited: set[Location] = set()
         self.replaced: set[Location] = set()
         self.uses_source = False
@@ -195,9 +201,19 @@ class Run:
         if self.seconds > self.clock.block or self.clock.in_step > self.clock.step:
             self.overrun = self.clock.exceeded(self)
         if self.overrun is None:
-            self._visit(error)
+            if self.plain and error is None and NEUTRAL.entered:
+                self._visit_plainly()
+            else:
+                self._visit(error)
         if self.overrun is not None:
             self.fail(self.overrun)
+
+    def _visit_plainly(self) -> None:
+        current = greenlet.getcurrent()
+        if self._greenlet.parent is not current:
+            self._greenlet.parent = current
+        self.wanted = None
+        self._switch(None)
 
     def _visit(self, error: BaseException | None) -> None:
         self._greenlet.parent = greenlet.getcurrent()
@@ -359,13 +375,12 @@ class Run:
         Raises:
             OutOfOrderError: this step has passed the location, or ended without it.
         """
-        served = self.served.get(location)
-        if served is None:
-            served = self._wait(location)
-        return served
+        if location == self.place and self.served is not None:
+            return self.served
+        return self._wait(location)
 
     def _wait(self, location: Location) -> Served:
-        frame = user_frame()
+        frame = user_frame(sys._getframe(2))
         code, at = (frame.f_code, frame.f_lasti) if frame is not None else (None, 0)
         del frame  # it would keep the block's variables alive while the block waits
         if self.interleaver is None:
@@ -374,4 +389,5 @@ class Run:
         self.wanted = location
         self._park()
         self.marks = Mark(location, code, at)
-        return self.served[location]
+        assert self.served is not None
+        return self.served

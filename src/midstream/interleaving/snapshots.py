@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any, TypeAlias
 
 import torch
 
 from midstream.errors import LimitExceededError
+
+Storage: TypeAlias = "weakref.ref[Any]"
 
 _FEW = 1000  # copies; so many are looked through in no time
 
@@ -27,19 +30,23 @@ class Snapshots:
     def __init__(self, limit: float = math.inf):
         self._limit = limit
         self._bytes = 0
-        self._held: list[tuple[weakref.ref[Any], int]] = []
+        self._held: list[tuple[Storage, int]] = []
         self._look_at = _FEW
 
-    def add(self, leaves: Iterable[Any]) -> None:
+    def add(self, leaves: Sequence[Any], storages: Sequence[Storage | None] = ()) -> None:
         """Count what the block is about to be given.
+
+        Args:
+            storages: the leaves' memory where it is known; asking a tensor takes a microsecond.
 
         Raises:
             LimitExceededError: it would hold too much.
         """
-        for leaf in leaves:
+        for leaf, storage in zip_longest(leaves, storages):
             if isinstance(leaf, torch.Tensor):
-                self._held.append((weakref.ref(leaf.untyped_storage()), leaf.nbytes))
-                self._bytes += leaf.nbytes
+                size = leaf.nbytes
+                self._held.append((storage or weakref.ref(leaf.untyped_storage()), size))
+                self._bytes += size
         if self._bytes > self._limit or len(self._held) > self._look_at:
             self._forget()
         if self._bytes > self._limit:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from midstream.interleaving.again import Again
-from midstream.interleaving.events import Rows
+from midstream.interleaving.copies import Rows
 from midstream.interleaving.locations import Location
 from midstream.interleaving.routes import Needs, Routes
 from midstream.interleaving.run import Run
