@@ -59,6 +59,7 @@ class Copies:
     def __init__(self, hull: torch.Tensor, axis: int, spans: Sequence[Rows]):
         self.hull, self._axis, self._spans = hull, axis, spans
         self.storage = weakref.ref(hull.untyped_storage())
+        self.row_bytes = hull.nbytes // max(1, hull.shape[axis])
         self._low = min(span.start for span in spans)
         self._parts: dict[Rows, torch.Tensor] | None = None
 

@@ -7,15 +7,15 @@ the residual stream in place), so a view handed out would later hold another lay
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from midstream.interleaving.copies import Copies, Edit, Put, Rows, counting_edits, cut, row_axis
 from midstream.interleaving.locations import Location
-from midstream.interleaving.snapshots import Snapshots
+from midstream.interleaving.snapshots import Snapshots, Storage
 from midstream.interleaving.structure import describe, flatten, same_shape
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class Event:
             self._high = max(span.stop for span in spans)
         self._copies: dict[int, Copies] = {}
         self._edits: dict[int, list[Edit]] = {}
+        self._bundles: dict[Rows, Bundle] | None = None
         self._replaced: dict[int, dict[Rows, torch.Tensor]] = {}
         self._value = value
         self._check, self._is_models, self._is_whole = check, is_models, is_whole
@@ -102,10 +103,31 @@ class Event:
                 copies = self._copies[index] = Copies(hull, axis, self._spans)
         return copies.rows(rows)
 
-    def storage(self, index: int) -> weakref.ref[Any] | None:
-        """The memory of a leaf's copies; None if it has none of its own."""
-        copies = self._copies.get(index)
-        return None if copies is None else copies.storage
+    def bundle(self, rows: Rows) -> Bundle | None:
+        """A request's copies of all leaves; None if one cannot be made with the others'."""
+        if self._bundles is None:
+            self._bundles = self._bundled()
+        return self._bundles.pop(rows, None)
+
+    def _bundled(self) -> dict[Rows, Bundle]:
+        """All requests' copies at once: one after the other they would take much longer."""
+        columns: list[Sequence[Any]] = []
+        held: list[tuple[Storage, int]] = []
+        for index, leaf in enumerate(self.leaves):
+            if not isinstance(leaf, torch.Tensor):
+                columns.append([leaf] * len(self._spans))
+                continue
+            if self.axis(index) is None:
+                return {}
+            columns.append([self.copy(index, span) for span in self._spans])
+            copies = self._copies[index]
+            held.append((copies.storage, copies.row_bytes))
+        if not columns:
+            return {}
+        return {
+            span: Bundle(list(leaves), held, len(held) == len(leaves))
+            for span, leaves in zip(self._spans, zip(*columns, strict=True), strict=True)
+        }
 
     def edit(self, index: int, edit: Edit) -> None:
         """Take what a block changed in its copy of a leaf; ``flush`` writes it.
@@ -210,6 +232,22 @@ class Event:
         return Served(self, rows, self._build, snapshots, location, log)
 
 
+class Bundle(NamedTuple):
+    """One request's copies of all leaves.
+
+    Attributes:
+        held: the memory of each tensor's copy, and the bytes of a row in it.
+        all_tensors: whether all leaves are tensors.
+    """
+
+    leaves: list[Any]
+    held: Sequence[tuple[Storage, int]]
+    all_tensors: bool
+
+
+_version_of = attrgetter("_version")
+
+
 class Served:
     """One event as one block sees it: its rows, and the way back for what it changes.
 
@@ -219,7 +257,7 @@ class Served:
 
     __slots__ = (
         *("_event", "_rows", "_build", "_snapshots", "_location", "_log", "_mine", "_shown"),
-        *("_versions", "_assigned", "_refused", "replaces"),
+        *("_versions", "_assigned", "_refused", "_all_tensors", "replaces"),
     )
 
     def __init__(
@@ -238,6 +276,7 @@ class Served:
         self._versions: list[int] = []
         self._assigned: dict[int, torch.Tensor] = {}
         self._refused: dict[int, int] = {}
+        self._all_tensors = False
         self.replaces = False
 
     def read(self) -> Any:
@@ -247,13 +286,21 @@ class Served:
             LimitExceededError: the block would hold too much.
         """
         if self._mine is None:
-            event = self._event
-            mine = [self._own(index) for index in range(len(event.leaves))]
-            self._snapshots.add(mine, [event.storage(index) for index in range(len(mine))])
+            bundle = None if self._assigned else self._event.bundle(self._rows)
+            mine = self._read_leaves() if bundle is None else bundle.leaves
+            if bundle is not None:
+                self._snapshots.hold(bundle.held, self._rows.stop - self._rows.start)
+                self._all_tensors = bundle.all_tensors
             self._mine = mine
-            self._versions = [_version(leaf) for leaf in self._mine]
-            self._shown = self._build(self._mine)
+            versions = map(_version_of, mine) if self._all_tensors else map(_version, mine)
+            self._versions = list(versions)
+            self._shown = self._build(mine)
         return self._shown
+
+    def _read_leaves(self) -> list[Any]:
+        mine = [self._own(index) for index in range(len(self._event.leaves))]
+        self._snapshots.add(mine)
+        return mine
 
     def expected(self) -> Any:
         """The value as the model has it, for this request: what a replacement must look like."""
@@ -333,6 +380,12 @@ class Served:
             return
         if self._event.has_items:
             self._refuse_new_items(visit)
+        if (
+            self._all_tensors
+            and not self._mine[0].is_cpu
+            and list(map(_version_of, self._mine)) == self._versions
+        ):
+            return
         changed = [  # all before the first write: leaves of the model may share memory
             (index, mine)
             for index, mine in enumerate(self._mine)

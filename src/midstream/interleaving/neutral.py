@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from midstream.interleaving.modes import BlockModes
+from midstream.interleaving.modes import BlockGuard
 from midstream.interleaving.printing import Output
 
 
@@ -17,18 +17,18 @@ class Neutral:
     """
 
     def __init__(self) -> None:
-        self._modes, self._output = BlockModes(), Output()
+        self._output, self._guard = Output(), BlockGuard()
         self.entered = False
 
     def __enter__(self) -> None:
-        self._modes.__enter__()
+        self._guard.__enter__()
         self._output.__enter__()
         self.entered = True
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self.entered = False
         self._output.__exit__(kind, error, traceback)
-        self._modes.__exit__()
+        self._guard.__exit__()
 
 
 NEUTRAL = Neutral()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -33,20 +32,31 @@ class Snapshots:
         self._held: list[tuple[Storage, int]] = []
         self._look_at = _FEW
 
-    def add(self, leaves: Sequence[Any], storages: Sequence[Storage | None] = ()) -> None:
+    def add(self, leaves: Iterable[Any]) -> None:
         """Count what the block is about to be given.
-
-        Args:
-            storages: the leaves' memory where it is known; asking a tensor takes a microsecond.
 
         Raises:
             LimitExceededError: it would hold too much.
         """
-        for leaf, storage in zip_longest(leaves, storages):
+        for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                size = leaf.nbytes
-                self._held.append((storage or weakref.ref(leaf.untyped_storage()), size))
-                self._bytes += size
+                self._held.append((weakref.ref(leaf.untyped_storage()), leaf.nbytes))
+                self._bytes += leaf.nbytes
+        self._check()
+
+    def hold(self, held: Sequence[tuple[Storage, int]], rows: int) -> None:
+        """Count some rows of copies, as ``add`` does.
+
+        Args:
+            held: their memory, and the bytes of a row in each.
+        """
+        for storage, row_bytes in held:
+            self._held.append((storage, row_bytes * rows))
+            self._bytes += row_bytes * rows
+        if self._bytes > self._limit or len(self._held) > self._look_at:
+            self._check()
+
+    def _check(self) -> None:
         if self._bytes > self._limit or len(self._held) > self._look_at:
             self._forget()
         if self._bytes > self._limit:

@@ -53,8 +53,7 @@ class Tapping:
         behind = self._interleaver.order.is_behind_forward
         for run in runs:
             if run.visit and run.code is not None:
-                visited = [location for location in run.visited if not behind(location)]
-                self.routes.learn(run.code, visited, run.replaced)
+                self.routes.of(run.code).learn(run.visited, run.replaced, behind)
 
     @contextmanager
     def phase(
