@@ -51,7 +51,7 @@ ROWS: Mapping[str, Row] = {
     "cache": _decoding("all layers through `tracer.cache`", 0.88, 0.85, 0.75),
     "lens": _decoding("logit lens at one layer each step", 0.85),
     "half": Row(
-        "half of the batch traced: the plain requests", "half", "share", {0: 0.90}, decodes=True
+        "half of the batch reads one layer: the plain requests", "half", "share", {0: 0.90}
     ),
     "prompt": Row(
         "{medium}-token prompt, one token, one layer and logits returned",
@@ -62,9 +62,12 @@ ROWS: Mapping[str, Row] = {
     "save": Row("{long}-token prompt, all layers returned", "long", "rate", {0: 3.0}),
     "many": Row("{many} prompts, one token each, one layer returned", "many", "times", {0: 1.3}),
     "poisson": Row(
-        "requests come and leave at random, half read one layer", "arrivals", "share", {0: 0.80}
+        "requests come and leave at random, half read one layer: a step",
+        "arrivals",
+        "share",
+        {0: 0.80},
     ),
-    "data": Row("the layer read is chosen by the last token's parity", "decode", "time"),
+    "data": Row("the layer read is chosen by the last drawn token's parity", "decode", "time"),
     "memory": Row("graphs of one set of locations, at so many batch sizes", "", "held", {0: 0.3}),
     "build": Row("engine build, a second one in the process", "build", "added", {0: 3.0}),
 }

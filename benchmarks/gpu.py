@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,13 +22,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import report, shapes
 from benchmarks.catalogue import ROWS
 from benchmarks.measuring import Recorder, Results
 from benchmarks.table import write
 
+from benchmarks import report, shapes
+
 RESULT = Path(__file__).parent / "results/gpu.md"
 _GRACE = 90.0  # seconds past its deadline after which a process is taken to hang
+_LISTENS = 30.0  # seconds in which a process that is told to end does
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -82,8 +85,9 @@ def measure(args: argparse.Namespace, scale: shapes.Scale) -> None:
         args.results, repeats=args.repeats, deadline=args.deadline, patience=args.patience
     )
     run = modes.midstream if args.mode == report.OURS else modes.plain
+    rows = [row for row in args.rows if row != "build" or args.mode != report.PLAIN_FIRST]
     try:
-        run(recorder, args.rows, scale, is_tiny=args.tiny)
+        run(recorder, rows, scale, is_tiny=args.tiny)
     except Exception as error:
         recorder.fail(error)
         raise
@@ -92,9 +96,12 @@ def measure(args: argparse.Namespace, scale: shapes.Scale) -> None:
 def compare(args: argparse.Namespace, scale: shapes.Scale) -> None:
     """Run the processes one after the other, and write the table as it grows."""
     end, plain_took = time.time() + args.budget, 0.0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process of ours stays
     with tempfile.TemporaryDirectory(prefix="midstream-gpu-") as folder:
         for mode in report.MODES:
             started = time.time()
+            if started > end:
+                break
             reserve = plain_took if mode == report.OURS else 0.0  # for plain vLLM's last process
             _run(mode, args, scale, Path(folder), end - reserve)
             plain_took = time.time() - started
@@ -116,10 +123,19 @@ def _run(
             time.sleep(0.2)
             written = _write(args, scale, folder, written)
     finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
+        _end(process)
         _write(args, scale, folder, 0.0)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that still runs, by force if it does not listen."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_LISTENS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _write(args: argparse.Namespace, scale: shapes.Scale, folder: Path, written: float) -> float:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import traced
 from benchmarks.arrivals import Flow, Schedule, run_plain
 from benchmarks.catalogue import ROWS
 from benchmarks.measuring import Cell, Recorder, first_line
 from benchmarks.shapes import Scale, engine
+
+from benchmarks import traced
 
 
 def plain(recorder: Recorder, rows: Sequence[str], scale: Scale, *, is_tiny: bool) -> None:
@@ -43,22 +44,32 @@ def midstream(recorder: Recorder, rows: Sequence[str], scale: Scale, *, is_tiny:
         recorder.counts = lambda: traced.counts(model)
         run = traced.Traced(model, recorder, scale)
         for row in rows:
-            if row != "build":
-                _guarded(recorder, row, getattr(run, row.replace("-", "_")))
+            if row != "build" and not recorder.is_late:
+                _guarded(recorder, row, model, getattr(run, row.replace("-", "_")))
         recorder.counts = dict
         if "build" in rows:
             model.close()
             rebuild(recorder, model.dispatch)
 
 
-def _guarded(recorder: Recorder, row: str, measure: Callable[[], None]) -> None:
+def _guarded(recorder: Recorder, row: str, model: Any, measure: Callable[[], None]) -> None:
     """Measure a row; what it raises outside its timed parts is its error too."""
-    if recorder.is_late:
-        return
     try:
+        _revive(model)
         measure()
     except Exception as error:  # noqa: BLE001  # a row that fails must not end the others
         recorder.add(Cell(row, 0, error=first_line(error)))
+
+
+def _revive(model: Any) -> None:
+    """Build the engine again if a row has ended it, so that no time of the next is the build."""
+    from midstream.errors import EngineDeadError
+
+    try:
+        model.stats()
+    except EngineDeadError:
+        model.close()
+    model.dispatch()
 
 
 def rebuild(recorder: Recorder, build: Callable[[], Any]) -> None:
