@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     scale = (shapes.tiny if args.tiny else shapes.full)(args.batches, args.tokens)
     if args.mode:
         measure(args, scale)
-    else:
-        compare(args, scale)
+    elif not compare(args, scale):
+        sys.exit(1)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -93,25 +93,29 @@ def measure(args: argparse.Namespace, scale: shapes.Scale) -> None:
         raise
 
 
-def compare(args: argparse.Namespace, scale: shapes.Scale) -> None:
-    """Run the processes one after the other, and write the table as it grows."""
-    end, plain_took = time.time() + args.budget, 0.0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process of ours stays
+def compare(args: argparse.Namespace, scale: shapes.Scale) -> bool:
+    """Run the processes one after the other, and write the table as it grows.
+
+    Returns:
+        Whether all of them came to their end.
+    """
+    end, plain_took, good = time.time() + args.budget, 0.0, True
     with tempfile.TemporaryDirectory(prefix="midstream-gpu-") as folder:
         for mode in report.MODES:
             started = time.time()
             if started > end:
                 break
             reserve = plain_took if mode == report.OURS else 0.0  # for plain vLLM's last process
-            _run(mode, args, scale, Path(folder), end - reserve)
+            good &= _run(mode, args, scale, Path(folder), end - reserve)
             plain_took = time.time() - started
-    print(args.out.read_text())
+        _write(args, scale, Path(folder), show=True)
+    return good
 
 
 def _run(
     mode: str, args: argparse.Namespace, scale: shapes.Scale, folder: Path, deadline: float
-) -> None:
-    """Run one process to its end, or until it must hang."""
+) -> bool:
+    """Run one process to its end, or until it must hang; gives whether it came to its end."""
     command = [sys.executable, __file__, "--mode", mode, "--rows", ",".join(args.rows)]
     command += ["--batches", ",".join(map(str, args.batches)), "--tokens", str(args.tokens)]
     command += ["--repeats", str(args.repeats), "--patience", str(args.patience)]
@@ -121,10 +125,14 @@ def _run(
     try:
         while process.poll() is None and time.time() < deadline + _GRACE:
             time.sleep(0.2)
-            written = _write(args, scale, folder, written)
+            if (newest := _newest(folder)) > written:
+                _write(args, scale, folder, show=False)
+                written = newest
     finally:
         _end(process)
-        _write(args, scale, folder, 0.0)
+        _note_end(process.returncode, folder / f"{mode}.json")
+        _write(args, scale, folder, show=False)
+    return process.returncode == 0
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -138,16 +146,27 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def _write(args: argparse.Namespace, scale: shapes.Scale, folder: Path, written: float) -> float:
-    """Write the table if there are newer results than those written."""
+def _note_end(status: int, path: Path) -> None:
+    """Have the results say that their process failed, if it could not say so itself."""
+    results = Results.read(path)
+    if status and not results.error:
+        results.error = f"it ended with status {status}; what it printed is above"
+        results.write(path)
+
+
+def _newest(folder: Path) -> float:
+    """When a process last wrote results."""
+    return max((path.stat().st_mtime for path in folder.glob("*.json")), default=0.0)
+
+
+def _write(args: argparse.Namespace, scale: shapes.Scale, folder: Path, *, show: bool) -> None:
+    """Write the table of what there is so far."""
     files = {mode: folder / f"{mode}.json" for mode in report.MODES}
-    newest = max((path.stat().st_mtime for path in files.values() if path.exists()), default=0.0)
-    if newest > written:
-        found = {mode: Results.read(path) for mode, path in files.items() if path.exists()}
-        title = "Traces on a tiny model" if args.tiny else "Traces on a GPU beside plain vLLM"
-        write(args.out, title, report.sections(found, scale, args.rows), show=False)
-    return newest
+    found = {mode: Results.read(path) for mode, path in files.items() if path.exists()}
+    title = "Traces on a tiny model" if args.tiny else "Traces on a GPU beside plain vLLM"
+    write(args.out, title, report.sections(found, scale, args.rows), show=show)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process of ours stays
     main()

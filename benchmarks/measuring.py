@@ -59,6 +59,12 @@ class Results:
         found = json.loads(path.read_text())
         return cls([Cell(**cell) for cell in found["cells"]], found["error"])
 
+    def write(self, path: Path) -> None:
+        """Write the results so that nobody reads half of them."""
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(dataclasses.asdict(self)))
+        os.replace(partial, path)
+
 
 class Recorder:
     """Times works, and writes after each what there is.
@@ -149,10 +155,8 @@ class Recorder:
         self.flush()
 
     def flush(self) -> None:
-        """Write the results so that nobody reads half of them."""
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(dataclasses.asdict(self.results)))
-        os.replace(partial, self.path)
+        """Write what there is."""
+        self.results.write(self.path)
 
 
 def timed(work: Work) -> tuple[float, dict[str, Any]]:

@@ -75,3 +75,23 @@ def test_unknown_row_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().err
     assert "'nothing'" in told
     assert "one-layer" in told
+
+
+def test_failed_process_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A process that does not come up is told in the table, and by the command's status."""
+    out = tmp_path / "gpu.md"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "__file__", str(tmp_path / "absent.py"))
+        with pytest.raises(SystemExit) as ended:
+            gpu.main(["--tiny", "--rows", "idle", "--out", str(out)])
+    assert ended.value.code == 1
+    assert "The process `plain-first` failed: it ended with status 2" in out.read_text()
+    assert "Not measured: idle." in out.read_text()
+    assert "absent.py" in capfd.readouterr().err
+
+
+def test_nothing_begins_without_budget(tmp_path: Path) -> None:
+    """Where the time is up no process is started, and the table says what is missing."""
+    out = tmp_path / "gpu.md"
+    gpu.main(["--tiny", "--rows", "idle", "--budget=-1", "--out", str(out)])
+    assert "Not measured: idle." in out.read_text()

@@ -65,7 +65,7 @@ def test_counts_are_differences(tmp_path: Path) -> None:
 
 
 def test_table_compares_with_the_mean_of_plain() -> None:
-    """A share is of the mean of plain vLLM's two processes; its aim, and whether met, is beside it."""
+    """A share is of the mean of plain vLLM's two processes, with its aim and whether it is met."""
     found = {
         report.PLAIN_FIRST: Results([Cell("decode", 8, steps=128, seconds=0.7)]),
         report.PLAIN_LAST: Results([Cell("decode", 8, steps=128, seconds=0.74)]),
