@@ -28,7 +28,7 @@ from benchmarks.table import write
 
 from benchmarks import report, shapes
 
-RESULT = Path(__file__).parent / "results/gpu.md"
+RESULTS = Path(__file__).parent / "results"
 _GRACE = 90.0  # seconds past its deadline after which a process is taken to hang
 _LISTENS = 30.0  # seconds in which a process that is told to end does
 
@@ -36,6 +36,7 @@ _LISTENS = 30.0  # seconds in which a process that is told to end does
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write the table."""
     args = parser().parse_args(arguments)
+    args.out = args.out or RESULTS / ("gpu-tiny.md" if args.tiny else "gpu.md")
     scale = (shapes.tiny if args.tiny else shapes.full)(args.batches, args.tokens)
     if args.mode:
         measure(args, scale)
@@ -56,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--patience", type=float, default=60.0, help="seconds after which a row is not run again"
     )
-    found.add_argument("--out", type=Path, default=RESULT)
+    found.add_argument("--out", type=Path, help="results/gpu.md, or gpu-tiny.md")
     found.add_argument("--tiny", action="store_true", help="a tiny model, also on a CPU")
     # what the processes of a run are started with
     found.add_argument("--mode", choices=report.MODES, help=argparse.SUPPRESS)

@@ -55,13 +55,13 @@ def midstream(recorder: Recorder, rows: Sequence[str], scale: Scale, *, is_tiny:
 def _guarded(recorder: Recorder, row: str, model: Any, measure: Callable[[], None]) -> None:
     """Measure a row; what it raises outside its timed parts is its error too."""
     try:
-        _revive(model)
+        revive(model)
         measure()
     except Exception as error:  # noqa: BLE001  # a row that fails must not end the others
         recorder.add(Cell(row, 0, error=first_line(error)))
 
 
-def _revive(model: Any) -> None:
+def revive(model: Any) -> None:
     """Build the engine again if a row has ended it, so that no time of the next is the build."""
     from midstream.errors import EngineDeadError
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from benchmarks import blocks
 from benchmarks.arrivals import Flow, Schedule, run_traced
 from benchmarks.measuring import Cell, Recorder
 from benchmarks.shapes import Scale
+
+from benchmarks import blocks
 
 
 class Traced:
@@ -71,7 +72,8 @@ class Traced:
             self._follow(count, self.scale.prompts(count))
 
     def _follow(self, count: int, prompts: list[list[int]]) -> None:
-        block, answers = blocks.fresh(blocks.follow), []
+        answers: list[Any] = []
+        block = blocks.fresh(blocks.follow)
         settings = {**self.scale.greedy(), "temperature": 1.0}
 
         def work() -> dict[str, Any]:

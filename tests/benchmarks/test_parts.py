@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 from benchmarks.arrivals import Flow, Schedule
 from benchmarks.measuring import Cell, Recorder, Results
 
-from benchmarks import blocks, report, shapes
+from benchmarks import blocks, modes, report, shapes, traced
+from midstream.errors import EngineDeadError
 
 SCALE = shapes.full((1, 8, 64), 128)
 
@@ -152,3 +154,60 @@ def test_prompts_are_the_same_in_every_process() -> None:
     assert prompts == SCALE.prompts(64)
     assert len(set(map(tuple, prompts))) == 64
     assert {len(prompt) for prompt in prompts} == {64}
+
+
+def test_dead_engine_is_built_again_before_a_row() -> None:
+    """An engine that a row has ended is closed and built before the next row is timed."""
+    done: list[str] = []
+
+    def stats() -> None:
+        raise EngineDeadError("it ended")
+
+    modes.revive(
+        SimpleNamespace(
+            stats=stats, close=lambda: done.append("close"), dispatch=lambda: done.append("build")
+        )
+    )
+    assert done == ["close", "build"]
+
+
+@dataclass
+class Graphs:
+    captures: int = 3
+    wrong_guesses: int = 1
+    bytes: int = 1000
+    sizes: tuple[int, ...] = (1, 8)
+
+
+@pytest.mark.parametrize("graphs", [Graphs(), vars(Graphs())], ids=["object", "mapping"])
+def test_counts_take_in_graphs(graphs: Any) -> None:
+    """Numbers of the engine's graphs count beside its steps; an engine without them has none."""
+    model = SimpleNamespace(stats=lambda: SimpleNamespace(steps={"eager": 2}, graphs=graphs))
+    assert traced.counts(model) == {
+        "eager steps": 2,
+        "graph captures": 3,
+        "graph wrong guesses": 1,
+        "graph bytes": 1000,
+    }
+    bare = SimpleNamespace(stats=lambda: SimpleNamespace(steps={"eager": 2}))
+    assert traced.counts(bare) == {"eager steps": 2}
+
+
+def test_memory_is_what_the_sizes_add(tmp_path: Path) -> None:
+    """Bytes of graphs are what one block adds that meets every batch size; without graphs, told."""
+    seen: list[int] = []
+
+    def block(model: Any, layer: Any, prompts: list[Any], settings: Any) -> None:
+        seen.append(len(prompts))
+
+    model = SimpleNamespace(model=SimpleNamespace(layers=[0, 1, 2, 3]))
+    taken = recorder(tmp_path / "found.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "fresh", lambda function: block)
+        for graphs in (lambda: {"bytes": 100 + 10 * len(seen)}, lambda: None):
+            model.stats = lambda graphs=graphs: SimpleNamespace(steps={}, graphs=graphs())
+            traced.Traced(model, taken, SCALE).memory()
+    counted, told = taken.results.cells
+    assert seen[: len(seen) // 2] == [size for size in SCALE.sizes for _ in range(2)]
+    assert (counted.facts["held"], counted.requests) == (160, 8)
+    assert "no graphs" in told.error
