@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import blocks
 from benchmarks.shapes import Scale
+
+from benchmarks import blocks
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,6 @@ class Asking:
             OutOfOrderError: naming the location and where the block stands.
         """
         at = self._interleaver
-        if at.in_step and not at.skips.values and at.order.is_ahead(location):
-            return
         if not at.in_step:
             raise OutOfOrderError(
                 f"'{location.label(run.visit)}' was requested after the forward pass ended."

@@ -7,8 +7,9 @@ the residual stream in place), so a view handed out would later hold another lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -124,8 +125,9 @@ class Event:
             held.append((copies.storage, copies.row_bytes))
         if not columns:
             return {}
+        counted = not self.has_items and all(map(_is_counted, self.leaves))
         return {
-            span: Bundle(list(leaves), held, len(held) == len(leaves))
+            span: Bundle(list(leaves), held, counted)
             for span, leaves in zip(self._spans, zip(*columns, strict=True), strict=True)
         }
 
@@ -237,15 +239,20 @@ class Bundle(NamedTuple):
 
     Attributes:
         held: the memory of each tensor's copy, and the bytes of a row in it.
-        all_tensors: whether all leaves are tensors.
+        counted: whether all leaves are tensors whose version counters tell of every edit.
     """
 
     leaves: list[Any]
     held: Sequence[tuple[Storage, int]]
-    all_tensors: bool
+    counted: bool
 
 
 _version_of = attrgetter("_version")
+
+
+def _is_counted(leaf: Any) -> bool:
+    """Whether a leaf's version counter tells of all edits; on a CPU numpy may share the memory."""
+    return isinstance(leaf, torch.Tensor) and not leaf.is_cpu
 
 
 class Served:
@@ -255,10 +262,14 @@ class Served:
         replaces: whether the block has given the model another tensor.
     """
 
-    __slots__ = (
-        *("_event", "_rows", "_build", "_snapshots", "_location", "_log", "_mine", "_shown"),
-        *("_versions", "_assigned", "_refused", "_all_tensors", "replaces"),
-    )
+    # Here and not set for each: there may be thousands of them in a step, and most are only read.
+    _mine: list[Any] | None = None
+    _shown: Any = None
+    _versions: list[int] = []  # noqa: RUF012  # set when it is read
+    _assigned: Mapping[int, torch.Tensor] = MappingProxyType({})
+    _refused: Mapping[int, int] = MappingProxyType({})
+    _counted = False
+    replaces = False
 
     def __init__(
         self,
@@ -271,13 +282,6 @@ class Served:
     ):
         self._event, self._rows, self._build = event, rows, build
         self._snapshots, self._location, self._log = snapshots, location, log
-        self._mine: list[Any] | None = None
-        self._shown: Any = None
-        self._versions: list[int] = []
-        self._assigned: dict[int, torch.Tensor] = {}
-        self._refused: dict[int, int] = {}
-        self._all_tensors = False
-        self.replaces = False
 
     def read(self) -> Any:
         """The block's private copy; the same object at every read of this visit.
@@ -290,12 +294,18 @@ class Served:
             mine = self._read_leaves() if bundle is None else bundle.leaves
             if bundle is not None:
                 self._snapshots.hold(bundle.held, self._rows.stop - self._rows.start)
-                self._all_tensors = bundle.all_tensors
+                self._counted = bundle.counted
             self._mine = mine
-            versions = map(_version_of, mine) if self._all_tensors else map(_version, mine)
-            self._versions = list(versions)
+            self._versions = list(map(_version_of if self._counted else _version, mine))
             self._shown = self._build(mine)
         return self._shown
+
+    @property
+    def is_as_read(self) -> bool:
+        """Whether it can be seen at once that the block has changed nothing."""
+        if self._mine is None:
+            return not self._assigned
+        return self._counted and list(map(_version_of, self._mine)) == self._versions
 
     def _read_leaves(self) -> list[Any]:
         mine = [self._own(index) for index in range(len(self._event.leaves))]
@@ -352,7 +362,7 @@ class Served:
         with counting_edits():
             own = new.detach().to(live.device, live.dtype, copy=True)
         self._put(index, own, replace=True)
-        self._assigned[index] = own
+        self._assigned = {**self._assigned, index: own}
         if self._mine is None:
             return
         self._mine[index] = own
@@ -380,23 +390,18 @@ class Served:
             return
         if self._event.has_items:
             self._refuse_new_items(visit)
-        if (
-            self._all_tensors
-            and not self._mine[0].is_cpu
-            and list(map(_version_of, self._mine)) == self._versions
-        ):
-            return
         changed = [  # all before the first write: leaves of the model may share memory
             (index, mine)
             for index, mine in enumerate(self._mine)
             if isinstance(mine, torch.Tensor) and self._changed(index, mine)
         ]
         for index, mine in changed:
-            self._versions[index] = self._refused[index] = mine._version
+            self._versions[index] = mine._version
+            self._refused = {**self._refused, index: mine._version}
             self._refuse_shared(index, self._location.label(visit))
             value = mine.detach() if mine.requires_grad else mine
             self._put(index, value, replace=index in self._assigned)
-            del self._refused[index]
+            self._refused = {i: v for i, v in self._refused.items() if i != index}
 
     def _put(self, index: int, value: torch.Tensor, *, replace: bool) -> None:
         event, edit = self._event, Edit(self._rows, value, self._location, replace, self._log)

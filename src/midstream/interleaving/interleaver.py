@@ -159,6 +159,17 @@ class Interleaver:
             self.replacing.restore()
             EXCHANGE.give(None)
 
+    def is_ahead(self, location: Location) -> bool:
+        """Whether a block may ask for a location, as far as can be seen at once; see `asking`."""
+        place = self.order.places.get(location)
+        return (
+            place is not None
+            and place > self.order.position
+            and self.in_step
+            and not self._skipping
+            and location.within is None
+        )
+
     def serve(self, location: Location, value: Any) -> Any:
         """Offer a recorded forward's value at a break; see ``hand_over``."""
         value = self.hand_over(location, value)
@@ -334,8 +345,33 @@ class Interleaver:
                 self._serve(run, location, event, rows[run])
         if plain:
             with NEUTRAL:
-                for run in plain:
-                    self._serve(run, location, event, rows[run])
+                self._serve_plainly(plain, location, event, rows)
+
+    def _serve_plainly(
+        self, runs: Sequence[Run], location: Location, event: Event, rows: Mapping[Run, Rows]
+    ) -> None:
+        """As ``_serve`` for each, with what they have in common done once."""
+        known, logged = self.tapping.covers(location), self._logged
+        last: Location | None = None
+        line: list[Run] = []
+        for run in runs:
+            log = run.log if logged else None
+            served = event.serve(rows[run], run.snapshots, location, log)
+            run.place, run.served = location, served
+            if not known:
+                run.visited.add(location)
+            run.resume_plainly()
+            if not served.is_as_read:
+                self._settle(run, served)
+                if served.replaces:
+                    run.replaced.add(location)
+            run.place = run.served = None
+            wanted = run.wanted
+            if wanted is last and wanted is not None and not run.uses_source and not run.done:
+                line.append(run)
+            else:
+                self._after(run)
+                last, line = wanted, self._waiting.get(wanted, []) if wanted is not None else []
 
     def _serve(self, run: Run, location: Location, event: Event, rows: Rows) -> None:
         """Give one block its rows, let it execute, and take back what it changed."""
@@ -344,20 +380,24 @@ class Interleaver:
         run.visited.add(location)
         try:
             run.resume()
-            # a block that catches the error of a write is still here, and may write again
-            for tries_left in reversed(range(_TRIES)):
-                error = _settled(served, run)
-                if error is None:
-                    break
-                run.resume(error) if tries_left and not run.done else run.fail(error)
+            self._settle(run, served)
         finally:
             run.place = run.served = None
             if served.replaces:
                 run.replaced.add(location)
         self._after(run)
 
+    def _settle(self, run: Run, served: Served) -> None:
+        """Take back what a block has changed; the error of a write that fails is the block's."""
+        # a block that catches the error of a write is still here, and may write again
+        for tries_left in reversed(range(_TRIES)):
+            error = _settled(served, run)
+            if error is None:
+                break
+            run.resume(error) if tries_left and not run.done else run.fail(error)
+
     def _turn(self, run: Run) -> None:
-        run.resume()
+        run.resume_plainly() if run.plain and NEUTRAL.entered else run.resume()
         self._after(run)
 
     def _after(self, run: Run) -> None:

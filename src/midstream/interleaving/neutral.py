@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from midstream.interleaving.modes import BlockGuard
 from midstream.interleaving.printing import Output
 
@@ -29,6 +32,15 @@ class Neutral:
         self.entered = False
         self._output.__exit__(kind, error, traceback)
         self._guard.__exit__()
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Let the thread be as the engine has it, for a visit that needs an exchange."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
 
 
 NEUTRAL = Neutral()

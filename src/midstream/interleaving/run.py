@@ -6,11 +6,13 @@ import itertools
 import sys
 from _thread import get_ident
 from collections.abc import Callable
+from contextlib import nullcontext
 from time import monotonic
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import greenlet
+from greenlet import getcurrent
 
 from midstream.errors import LimitExceededError, NotInTraceError, OutOfOrderError
 from midstream.interleaving.frames import user_frame, user_line
@@ -119,7 +121,6 @@ class Run:
         visited: locations that it has met in this step.
         replaced: those of them where it has given the model another tensor.
         uses_source: whether the block may ask for operations inside a forward.
-        marks: where in the user's code the last value was asked for, for error texts.
         snapshots: the values it was given and still holds.
         log: keeps what it writes, if its request may be run anew.
         clock: how long the engine's blocks have been executing.
@@ -166,13 +167,18 @@ class Run:
         self.visited: set[Location] = set()
         self.replaced: set[Location] = set()
         self.uses_source = False
-        self.marks: Mark | None = None
+        self._marked: tuple[Location, CodeType | None, int] | None = None
         self.snapshots = snapshots or Snapshots()
         self.log = log
         self.clock = clock or Clock()
         self.seconds = 0.0
         self.overrun: LimitExceededError | None = None
         self.attempts, self.next_attempt, self.interrupted = 0, 0.0, False
+
+    @property
+    def marks(self) -> Mark | None:
+        """Where in the user's code the last value was asked for, for error texts."""
+        return None if self._marked is None else Mark(*self._marked)
 
     @property
     def done(self) -> bool:
@@ -201,21 +207,43 @@ class Run:
         if self.seconds > self.clock.block or self.clock.in_step > self.clock.step:
             self.overrun = self.clock.exceeded(self)
         if self.overrun is None:
-            if self.plain and error is None and NEUTRAL.entered:
-                self._visit_plainly()
-            else:
-                self._visit(error)
+            self._visit(error)
         if self.overrun is not None:
             self.fail(self.overrun)
 
-    def _visit_plainly(self) -> None:
-        current = greenlet.getcurrent()
-        if self._greenlet.parent is not current:
-            self._greenlet.parent = current
+    def resume_plainly(self) -> None:
+        """As ``resume``, for a plain block while the thread is as all blocks find it at first.
+
+        What others do in several functions is here in one: a step may have thousands of visits.
+        """
+        block, clock = self._greenlet, self.clock
+        late = self.seconds > clock.block or clock.in_step > clock.step
+        if late or self.overrun is not None or self.done:
+            self.resume()
+            return
+        current = getcurrent()
+        if block.parent is not current:
+            block.parent = current
         self.wanted = None
-        self._switch(None)
+        clock.thread, clock.started = get_ident(), monotonic()
+        try:  # in this order, see `watchdog`
+            clock.run = self
+            if WATCHDOG.rests:
+                WATCHDOG.wake()
+            block.switch()
+        except TimeUp:  # arrived as the block gave control back
+            pass
+        finally:
+            clock.run = None
+        self._count_time(clock)
+        if self.overrun is not None:
+            self.fail(self.overrun)
 
     def _visit(self, error: BaseException | None) -> None:
+        with NEUTRAL.left() if NEUTRAL.entered else nullcontext():
+            self._visit_with_exchange(error)
+
+    def _visit_with_exchange(self, error: BaseException | None) -> None:
         self._greenlet.parent = greenlet.getcurrent()
         self.wanted = None
         if self._generators is None:
@@ -244,6 +272,9 @@ class Run:
             pass
         finally:
             clock.run = None
+        self._count_time(clock)
+
+    def _count_time(self, clock: Clock) -> None:
         if clock.fired:
             try:
                 clock.disarm()
@@ -385,9 +416,10 @@ class Run:
         del frame  # it would keep the block's variables alive while the block waits
         if self.interleaver is None:
             raise NotInTraceError(f"{location.label(self.visit)} was asked for outside a forward.")
-        self.interleaver.asking.check(self, location)
+        if not self.interleaver.is_ahead(location):
+            self.interleaver.asking.check(self, location)
         self.wanted = location
         self._park()
-        self.marks = Mark(location, code, at)
+        self._marked = (location, code, at)
         assert self.served is not None
         return self.served

@@ -76,6 +76,10 @@ class Tapping:
         """Whether a recorded forward runs."""
         return self._tapped is not None
 
+    def covers(self, location: Location) -> bool:
+        """Whether a recorded forward runs that has a break for a location."""
+        return self._tapped is not None and location in self._tapped.needs.locations
+
     def expect(self, location: Location) -> None:
         """Note that a block waits for a location in a recorded forward."""
         if self._tapped is not None and location not in self._tapped.needs.locations:
