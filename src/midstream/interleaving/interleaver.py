@@ -10,7 +10,7 @@ that call them are touched.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Interleaver:
         sources: the operations inside forwards.
         tapping: forwards that run as recorded ones.
         asking: what blocks may ask for.
+        around_calls: entered around each call of a module that a block makes itself.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Interleaver:
         self._in_turns = False  # whether a request has several blocks
         self._runs: Sequence[Run] = ()
         self._replays, self._logged = Replays(), False
+        self.around_calls: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.tapping, self.asking = Tapping(self), Asking(self)
         self.in_forward = False
         self.in_step = False
@@ -423,7 +425,8 @@ class Interleaver:
         """Let modules run untraced, for a call that a block makes itself."""
         before, self._paused = self._paused, True
         try:
-            yield
+            with self.around_calls():
+                yield
         finally:
             self._paused = before
 
