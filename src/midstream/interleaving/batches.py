@@ -66,15 +66,11 @@ class Spans:
             at = span.stop
 
     def copy(self, leaf: torch.Tensor, axis: int, form: Form) -> torch.Tensor:
-        """A copy of the requests' rows, outside inference mode so that edits are counted."""
-        leaf = leaf.detach()
-        if not self._apart:
-            own = cut(leaf, axis, self._low, self._high)
-            with counting_edits():
-                return form.made_of(own, copy=True)
-        with counting_edits():
-            rows = leaf.index_select(axis, self._index(leaf.device))
+        """A copy of the requests' rows."""
+        if self._apart:
+            rows = leaf.detach().index_select(axis, self._index(leaf.device))
             return form.made_of(rows, copy=False)
+        return form.made_of(cut(leaf.detach(), axis, self._low, self._high), copy=True)
 
     def _index(self, device: torch.device) -> torch.Tensor:
         if device not in self._indices:
@@ -86,56 +82,39 @@ class Spans:
 class Kept:
     """What is kept of one call of a module, for several requests.
 
-    Attributes:
+    Args:
         location: one side of the module.
         number: place among all that is recorded in the engine.
+        call: what it was called with or returned.
+        spans, form: which rows are kept, and how.
+
+    Attributes:
         under_way: whether the copies have to be waited for.
+        a_row, whole: bytes of one row, and of all that has no rows.
     """
 
-    def __init__(self, location: Location, number: int, build: Callable[[Leaves], Any]):
+    def __init__(self, location: Location, number: int, call: Call, spans: Spans, form: Form):
         self.location, self.number, self.under_way = location, number, False
-        self._build = build
-        self._leaves: Leaves = []
-        self._axes: list[int | None] = []
-        self._lengths: Sequence[int] = ()
-        self._is_flat = False
+        self.a_row = self.whole = 0
+        self._build, self._axes, self._is_flat = call.build, call.axes, call.is_flat
+        self._lengths = spans.lengths
+        with counting_edits():
+            self._leaves = [
+                self._copied(leaf, axis, spans, form)
+                for leaf, axis in zip(call.leaves, call.axes, strict=True)
+            ]
 
-    @classmethod
-    def of(
-        cls,
-        location: Location,
-        number: int,
-        call: Call,
-        spans: Spans,
-        form: Form,
-    ) -> Kept:
-        """Copy what requests need of a call."""
-        kept = cls(location, number, call.build)
-        kept._lengths, kept._is_flat = spans.lengths, call.is_flat
-        for leaf, axis in zip(call.leaves, call.axes, strict=True):
-            kept._axes.append(axis)
-            if not isinstance(leaf, torch.Tensor):
-                kept._leaves.append(leaf if isinstance(leaf, PLAIN) else None)
-                continue
-            kept.under_way = kept.under_way or form.is_beside(leaf)
-            if axis is None:
-                kept._is_flat = False
-                with counting_edits():
-                    kept._leaves.append(form.made_of(leaf.detach(), copy=True))
-            else:
-                kept._leaves.append(spans.copy(leaf, axis, form))
-        return kept
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Bytes of one row, and of all that has no rows."""
-        a_row = whole = 0
-        for leaf, axis in zip(self._leaves, self._axes, strict=True):
-            if axis is not None:
-                a_row += leaf.nbytes // max(leaf.shape[axis], 1)
-            elif isinstance(leaf, torch.Tensor):
-                whole += leaf.nbytes
-        return a_row, whole
+    def _copied(self, leaf: Any, axis: int | None, spans: Spans, form: Form) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf if isinstance(leaf, PLAIN) else None
+        self.under_way = self.under_way or form.is_beside(leaf)
+        if axis is None:
+            copy = form.made_of(leaf.detach(), copy=True)
+            self.whole += copy.nbytes
+        else:
+            copy = spans.copy(leaf, axis, form)
+            self.a_row += copy.nbytes // max(copy.shape[axis], 1)
+        return copy
 
     def value(self, place: int) -> Any:
         """One request's value, which nobody else is given: called once for each piece."""
@@ -143,8 +122,8 @@ class Kept:
             return self._flat[place]
         return self._build(
             [
-                pieces[place] if pieces is not None else _private(leaf)
-                for leaf, pieces in zip(self._leaves, self._pieces, strict=True)
+                _private(leaf) if axis is None else pieces[place]
+                for leaf, axis, pieces in zip(self._leaves, self._axes, self._pieces, strict=True)
             ]
         )
 
@@ -153,22 +132,24 @@ class Kept:
         """The values of all pieces, where that takes no Python for each."""
         if not self._is_flat:
             return None
-        if len(self._leaves) == 1 and self._build(self._leaves) is self._leaves[0]:
+        if self._build(self._leaves) is self._leaves[0]:
             return self._pieces[0]
-        columns = zip(self._leaves, self._pieces, strict=True)
-        return list(zip(*(repeat(a) if b is None else b for a, b in columns), strict=False))
+        return list(zip(*self._pieces, strict=True))
 
     @cached_property
-    def _pieces(self) -> list[Sequence[torch.Tensor] | None]:
-        """The pieces of each copy; none for what has no rows.
+    def _pieces(self) -> list[Sequence[Any]]:
+        """The pieces of each copy; what has no rows is in all of them.
 
         They are no views for PyTorch: their elements are their own, and so are their edits.
         """
+        lengths = self._lengths
+        if len(lengths) == 1:
+            return [(leaf,) for leaf in self._leaves]
         with counting_edits():
             return [
-                None
+                [leaf] * len(lengths)
                 if axis is None
-                else torch.unsafe_split_with_sizes(leaf, list(self._lengths), axis)
+                else torch.unsafe_split_with_sizes(leaf, lengths, axis)
                 for leaf, axis in zip(self._leaves, self._axes, strict=True)
             ]
 
@@ -185,7 +166,7 @@ class Call(NamedTuple):
 
     Attributes:
         axes: by leaf, the axis that runs over rows.
-        is_flat: whether it is a tensor, or a plain tuple of leaves with a tensor that has rows.
+        is_flat: whether it is a tensor, or a plain tuple of leaves, in which all tensors have rows.
     """
 
     leaves: Leaves
@@ -199,12 +180,12 @@ class Call(NamedTuple):
         leaves, build = flatten(value)
         axes = [row_axis(leaf, sizes) for leaf in leaves]
         parts = value if type(value) is tuple else (value,)
-        same = len(parts) == len(leaves) and all(map(_is, parts, leaves))
-        return cls(leaves, axes, build, same and any(axis is not None for axis in axes))
+        is_flat = len(parts) == len(leaves) and all(map(_is_whole_part, leaves, axes, parts))
+        return cls(leaves, axes, build, is_flat)
 
 
-def _is(a: Any, b: Any) -> bool:
-    return a is b
+def _is_whole_part(leaf: Any, axis: int | None, part: Any) -> bool:
+    return leaf is part and (axis is not None or not isinstance(leaf, torch.Tensor))
 
 
 class Sheet:
@@ -223,10 +204,9 @@ class Sheet:
 
     def add(self, location: Location, number: int, call: Call) -> None:
         """Copy the requests' rows of a value."""
-        kept = Kept.of(location, number, call, self.spans, self._form)
-        a_row, whole = kept.sizes
-        self._a_row += a_row
-        self._whole += whole
+        kept = Kept(location, number, call, self.spans, self._form)
+        self._a_row += kept.a_row
+        self._whole += kept.whole
         self.kept.append(kept)
 
     def bytes_of(self, rows: int) -> int:

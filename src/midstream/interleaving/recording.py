@@ -258,6 +258,7 @@ class Group(NamedTuple):
 
     wanted: Wanted
     members: list[Member]
+    runs: list[Run]
 
 
 class Recordings(dict[str, list[Group]]):
@@ -295,10 +296,11 @@ class Recordings(dict[str, list[Group]]):
             wanted = recorder.wanted
             group = self._groups.get(wanted) or self._new_group(wanted)
             group.members.append(Member(run, recorder))
+            group.runs.append(run)
             run.visited |= group.wanted.locations
 
     def _new_group(self, wanted: Wanted) -> Group:
-        group = self._groups[wanted] = Group(wanted, [])
+        group = self._groups[wanted] = Group(wanted, [], [])
         self.locations |= wanted.locations
         for path in wanted.paths:
             self.setdefault(path, []).append(group)
@@ -306,7 +308,8 @@ class Recordings(dict[str, list[Group]]):
 
     def runs(self, path: str) -> list[Run]:
         """The blocks that record a module."""
-        return [member.run for group in self[path] for member in group.members]
+        groups = self[path]
+        return groups[0].runs if len(groups) == 1 else [run for each in groups for run in each.runs]
 
     def keep(
         self,
