@@ -16,6 +16,7 @@ from midstream.errors import LimitExceededError
 from midstream.interleaving.batches import Form
 from midstream.interleaving.run import Run
 from midstream.interleaving.snapshots import Snapshots
+from midstream.interleaving.structure import flatten
 from tests.interleaving.test_caches import Requests, outputs, same
 from tests.interleaving.toy import rows
 
@@ -236,7 +237,7 @@ class WithTable(torch.nn.Module):
 
         def forward(self, hidden: torch.Tensor, *more: Any) -> Any:
             """``[rows, 4]`` to a dictionary."""
-            return {"hidden": hidden + 1, "rest": [self.table, 3, "text", None, object()]}
+            return {"hidden": hidden + 1, "rest": [self.table, 3, "text", None, object()], "": ()}
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,6 +263,7 @@ def test_values_of_any_structure() -> None:
         table, *rest = each.output["rest"]
         assert torch.equal(table, torch.arange(7.0))
         assert rest == [3, "text", None, None]
+        assert each.output[""] == ()
         (hidden, nothing, (again, number)), keywords = each.inputs
         assert (nothing, number, keywords) == (None, 2, {})
         assert torch.equal(hidden, part)
@@ -293,6 +295,51 @@ def test_a_copy_of_a_cache_is_independent() -> None:
     assert requests.caches[0]["layers.1.mlp"].output[0].any()
 
 
+class Returning(torch.nn.Module):
+    """A module within another that returns what it is given to return."""
+
+    def __init__(self, value: Callable[[torch.Tensor], Any]):
+        super().__init__()
+        self.inner = torch.nn.Module()
+        self.inner.forward = value  # type: ignore[assignment]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[rows, 4]`` as they are."""
+        self.inner(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda hidden: (),
+        lambda hidden: None,
+        lambda hidden: (None, 3),
+        lambda hidden: (hidden,),
+        lambda hidden: (hidden, None, hidden[None]),
+        lambda hidden: (hidden, (hidden, None)),
+        lambda hidden: [hidden],
+        lambda hidden: hidden[None].transpose(0, 1).transpose(0, 1),
+        lambda hidden: hidden.new_zeros(len(hidden), 0),
+        lambda hidden: torch.max(hidden, dim=1),
+    ],
+)
+def test_each_structure_is_what_it_is_alone(value: Callable[[torch.Tensor], Any]) -> None:
+    """Whatever a module returns, a request finds beside others what it finds when it runs alone."""
+    parts = [rows(2, i) for i in range(3)]
+    together = Requests(*[lambda r: r.open("inner")] * 3, model=Returning(value))
+    together.step(*parts)
+    for part, cache in zip(parts, together.caches, strict=True):
+        alone = Requests(lambda r: r.open("inner"), model=Returning(value))
+        alone.step(part)
+        got, expected = cache["inner"].output, alone.caches[0]["inner"].output
+        assert type(got) is type(expected) is type(value(part))
+        (leaves, _), (right, _) = flatten(got), flatten(expected)
+        assert len(leaves) == len(right)
+        for a, b in zip(leaves, right, strict=True):
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
 @contextmanager
 def without_collector() -> Iterator[None]:
     """What is freed here is not in a cycle."""
@@ -312,7 +359,7 @@ class Kept:
 
     @staticmethod
     def _all() -> set[int]:
-        return {id(each) for each in gc.get_objects() if isinstance(each, torch.Tensor)}
+        return {id(each) for each in gc.get_objects() if type(each) is torch.Tensor}
 
     @property
     def new(self) -> int:

@@ -132,7 +132,7 @@ class Kept:
         """The values of all pieces, where that takes no Python for each."""
         if not self._is_flat:
             return None
-        if self._build(self._leaves) is self._leaves[0]:
+        if self._build is not tuple:
             return self._pieces[0]
         return list(zip(*self._pieces, strict=True))
 
@@ -177,15 +177,19 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, value: Any, sizes: Sequence[int]) -> Call:
         """Take a value apart."""
-        leaves, build = flatten(value)
+        is_pair = type(value) is tuple and not any(map(_is_container, value))
+        leaves, build = (list(value), tuple) if is_pair else flatten(value)
         axes = [row_axis(leaf, sizes) for leaf in leaves]
-        parts = value if type(value) is tuple else (value,)
-        is_flat = len(parts) == len(leaves) and all(map(_is_whole_part, leaves, axes, parts))
-        return cls(leaves, axes, build, is_flat)
+        is_flat = (is_pair and bool(leaves)) or isinstance(value, torch.Tensor)
+        return cls(leaves, axes, build, is_flat and all(map(_has_rows, leaves, axes)))
 
 
-def _is_whole_part(leaf: Any, axis: int | None, part: Any) -> bool:
-    return leaf is part and (axis is not None or not isinstance(leaf, torch.Tensor))
+def _is_container(part: Any) -> bool:
+    return isinstance(part, tuple | list | dict)
+
+
+def _has_rows(leaf: Any, axis: int | None) -> bool:
+    return axis is not None or not isinstance(leaf, torch.Tensor)
 
 
 class Sheet:
@@ -251,13 +255,16 @@ class Share:
                 raise
         self._counted, self._sure = size, len(self._sheet.kept)
 
-    def take(self) -> Iterable[tuple[Kept, int]]:
-        """What has come since the last time, with its place there; it is counted no more here."""
-        kept = self._sheet.kept[self._taken : self._stop]
-        self._taken += len(kept)
-        self._sure, self._counted = self._taken, self._sheet.bytes_of(self._rows)
+    @property
+    def unseen(self) -> Iterable[tuple[Kept, int]]:
+        """What has come since the last time, with its place there."""
+        return zip(self._sheet.kept[self._taken : self._stop], repeat(self._place))
+
+    def take(self) -> None:
+        """Note that all of it is elsewhere, where it is counted."""
+        self._taken = self._sure = len(self._sheet.kept[: self._stop])
+        self._counted = self._sheet.bytes_of(self._rows)
         self._holders.clear()
-        return zip(kept, repeat(self._place))
 
 
 class _Holder:

@@ -143,18 +143,18 @@ class Unseen:
 
     def _moved_to(self, visits: Values) -> list[Any]:
         shares = self.shares
-        found = [each for share in shares for each in share.take()]
-        self.shares = [share for share in shares if not share.is_used_up]
-        _wait_for(kept for kept, _ in found)
+        found = [each for share in shares for each in share.unseen]
         found.sort(key=lambda each: each[0].number)  # a step may have filled several sheets
-        moved = []
-        for kept, place in found:
+        _wait_for(kept for kept, _ in found)
+        values = [kept.value(place) for kept, place in found]  # may fail: nothing has moved yet
+        for share in shares:
+            share.take()
+        self.shares = [share for share in shares if not share.is_used_up]
+        for (kept, _), value in zip(found, values, strict=True):
             path, side, _ = kept.location
-            value = kept.value(place)
             sides = visits.setdefault(path, {})
             sides.setdefault("inputs" if side == "input" else side, []).append(value)
-            moved.append(value)
-        return moved
+        return values
 
 
 def _wait_for(several: Iterable[Kept]) -> None:
