@@ -56,6 +56,29 @@ class Snapshots:
         if self._bytes > self._limit or len(self._held) > self._look_at:
             self._check()
 
+    def hold_while(self, holder: Any, size: int) -> None:
+        """Count something for as long as an object lives.
+
+        Args:
+            size: bytes.
+
+        Raises:
+            LimitExceededError: the block would hold too much; it is not counted then.
+        """
+        self._held.append((weakref.ref(holder), size))
+        self._bytes += size
+        try:
+            self._check()
+        except LimitExceededError:
+            self._held.pop()
+            self._bytes -= size
+            raise
+
+    @property
+    def grain(self) -> float:
+        """Bytes so few, beside the limit, that they may be counted a little later."""
+        return self._limit / 64
+
     def _check(self) -> None:
         if self._bytes > self._limit or len(self._held) > self._look_at:
             self._forget()
