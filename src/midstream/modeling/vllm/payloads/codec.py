@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import sys
-from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -39,12 +41,13 @@ def pack(records: Sequence[Record], *, owner: str, inline_limit: int = INLINE_LI
             more go to one shared memory segment, or into the message where that is full.
     """
     buffers = Buffers()
-    nodes = [_record_node(record, buffers) for record in records]
-    views = buffers.views()
-    handle = _segment(views, owner) if sum(buffers.sizes) > inline_limit else None
-    if handle is None and sum(buffers.sizes) > max(inline_limit, FALLBACK_LIMIT):
-        return pack(list(map(_too_large, records)), owner=owner, inline_limit=sys.maxsize)
-    inline = cast("list[bytearray]", [] if handle else views)  # on the wire both are bytes
+    with _uncollected():
+        nodes = [_record_node(record, buffers) for record in records]
+        size = sum(buffers.sizes)
+        handle = _segment(buffers, owner) if size > inline_limit else None
+        if handle is None and size > max(inline_limit, FALLBACK_LIMIT):
+            return pack(list(map(_too_large, records)), owner=owner, inline_limit=sys.maxsize)
+        inline = bytearray() if handle else _inline(buffers)
     return _ENCODER.encode(Message(nodes, buffers.sizes, inline, handle))
 
 
@@ -62,16 +65,48 @@ def unpack(data: bytes) -> list[Record]:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise TransportError(f"not a message of midstream's engine half: {error}") from error
     # Tensors made in inference mode could not be used in autograd afterwards.
-    with torch.inference_mode(False):
+    with _uncollected(), torch.inference_mode(False):
         found = Bytes(message)
         return [_record(node, Decoder(found)) for node in message.records]
 
 
-def _segment(views: list[memoryview], owner: str) -> segments.Handle | None:
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Let no garbage be looked for: many objects are made here, and none of them is garbage.
+
+    With hundreds of thousands of tensors, Python would look through all of the process's objects
+    again and again, which takes longer than everything else.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        return segments.write(views, owner)
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _segment(buffers: Buffers, owner: str) -> segments.Handle | None:
+    try:
+        with _plainly():
+            return segments.write(buffers.stream(), owner)
     except OSError:  # full, or not to be written: the message itself is the other way
         return None
+
+
+def _inline(buffers: Buffers) -> bytearray:
+    data = bytearray()
+    with _plainly():
+        for part in buffers.stream():
+            data += part
+    return data
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    """Have tensors read as what they are: no gradient, and no say of their subclasses."""
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        yield
 
 
 def _record_node(record: Record, buffers: Buffers) -> RecordNode:
