@@ -96,7 +96,7 @@ def message_of(node: nodes.Node, size: int) -> bytes:
     record = nodes.RecordNode("r", [("x", node)], None, nodes.Numbers([]), nodes.Numbers([]), None)
     record.extra = nodes.Map([], [], ordered=False)
     padded = bytearray(size + -size % 64)
-    return msgspec.msgpack.encode(nodes.Message([record], [size], padded, None))
+    return msgspec.msgpack.encode(nodes.Message([record], [size], padded, []))
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
+from midstream.modeling.vllm.payloads import segments
+from midstream.modeling.vllm.payloads.nodes import Part
 from midstream.modeling.vllm.payloads.streaming import GATHERED, Entry, stream
+
+WRITERS = 4  # segments that are written at once
+PART_BYTES = 16 << 20  # bytes from which a further segment, and a thread to write it, pays
 
 
 class Buffers:
@@ -49,12 +58,33 @@ class Buffers:
         del self.sizes[length:]
         del self._entries[length:]
 
-    def stream(self) -> Iterator[memoryview]:
-        """Bring the buffers' bytes to host memory, laid out as `segments.layout` says.
+    def read(self) -> bytearray:
+        """Copy the bytes of all buffers, laid out as `segments.layout` says."""
+        data = bytearray()
+        with _modes(self._streams()):
+            for part in stream(self._entries):
+                data += part
+        return data
 
-        Each part is valid until the next is asked for. Can be called again.
+    def write(self, owner: str) -> list[Part]:
+        """Write the buffers into a new segment, or into several at once where they are large.
+
+        Raises:
+            OSError: The folder is full or cannot be written; nothing is left behind.
         """
-        return stream(self._entries)
+        wanted = min(WRITERS, os.cpu_count() or 1, sum(self.sizes) // PART_BYTES)
+        cuts = list(itertools.pairwise(_cuts(self.sizes, max(wanted, 1))))
+        several = [stream(self._entries[first:end]) for first, end in cuts]
+        # CUDA streams and PyTorch's modes are a thread's own.
+        handles = segments.write_all(several, owner, partial(_modes, self._streams()))
+        counts = [end - first for first, end in cuts]
+        return list(map(Part, handles, counts))
+
+    def _streams(self) -> list[torch.cuda.Stream]:
+        """The CUDA streams that the tensors' values are computed on."""
+        tensors = (entry[0] for entry in self._entries if not isinstance(entry, memoryview))
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        return [torch.cuda.current_stream(device) for device in devices]
 
     def _add(self, entry: Entry, size: int) -> int:
         self._entries.append(entry)
@@ -80,3 +110,28 @@ def are_alike(tensors: Sequence[object]) -> bool:
 
 def _layout(tensor: torch.Tensor) -> str:
     return "nested" if tensor.is_nested else str(tensor.layout)
+
+
+def _cuts(sizes: Sequence[int], parts: int) -> list[int]:
+    """Cut buffers into at most so many parts of about the same size, none of them empty.
+
+    Returns the indices of the parts' first buffers, and the number of buffers.
+    """
+    cuts, taken, total = [0], 0, sum(sizes)
+    for index, size in enumerate(sizes):
+        if size and taken * parts >= total * len(cuts):
+            cuts.append(index)
+        taken += size
+    return [*cuts, len(sizes)]
+
+
+@contextlib.contextmanager
+def _modes(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+    """Have tensors read as what they are, behind what computes them, in this thread."""
+    with contextlib.ExitStack() as entered:
+        for each in streams:
+            entered.enter_context(torch.cuda.stream(each))
+        entered.enter_context(torch.no_grad())
+        # A subclass of ours refuses some operations; here it is a tensor like any other.
+        entered.enter_context(torch._C.DisableTorchFunctionSubclass())
+        yield

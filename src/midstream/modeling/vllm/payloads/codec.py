@@ -17,7 +17,7 @@ from midstream.modeling.vllm.payloads import segments
 from midstream.modeling.vllm.payloads.buffers import Buffers
 from midstream.modeling.vllm.payloads.decode import Bytes, Decoder
 from midstream.modeling.vllm.payloads.encode import Encoder
-from midstream.modeling.vllm.payloads.nodes import Message, Node, RecordNode
+from midstream.modeling.vllm.payloads.nodes import Message, Node, Part, RecordNode
 from midstream.modeling.vllm.payloads.record import BlockError, BlockWarning, Print, Record
 
 INLINE_LIMIT = 64 * 1024  # bytes; beyond it a segment costs less than copying through the engine
@@ -38,24 +38,26 @@ def pack(records: Sequence[Record], *, owner: str, inline_limit: int = INLINE_LI
         records: The records.
         owner: The client that will unpack the message, as `segments.owner_id` names it.
         inline_limit: Up to this many bytes of tensors, arrays and long bytes ride in the message;
-            more go to one shared memory segment, or into the message where that is full.
+            more go to one shared memory segment, or to a few that are written at once, or into
+            the message where there is no room for them.
     """
     buffers = Buffers()
     with _uncollected():
         nodes = [_record_node(record, buffers) for record in records]
         size = sum(buffers.sizes)
-        handle = _segment(buffers, owner) if size > inline_limit else None
-        if handle is None and size > max(inline_limit, FALLBACK_LIMIT):
+        parts = _parts(buffers, owner) if size > inline_limit else []
+        if not parts and size > max(inline_limit, FALLBACK_LIMIT):
             return pack(list(map(_too_large, records)), owner=owner, inline_limit=sys.maxsize)
-        inline = bytearray() if handle else _inline(buffers)
-    return _ENCODER.encode(Message(nodes, buffers.sizes, inline, handle))
+        inline = bytearray() if parts else buffers.read()
+    return _ENCODER.encode(Message(nodes, buffers.sizes, inline, parts))
 
 
 def unpack(data: bytes) -> list[Record]:
-    """Read what `pack` wrote. Call it once for a message: it removes the segment's name.
+    """Read what `pack` wrote. Call it once for a message: it removes its segments' names.
 
-    Tensors and arrays are writable, on the CPU, and hold the message's memory until the last of
-    them goes. A save whose class is not loaded in this process becomes its record's error.
+    Tensors and arrays are writable, on the CPU, and not copied: they are views of the message's
+    memory, and hold all of it (a segment: a quarter of a large message) until the last of them
+    goes. A save whose class is not loaded in this process becomes its record's error.
 
     Raises:
         TransportError: `data` is no such message, or its segment is gone.
@@ -86,27 +88,11 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _segment(buffers: Buffers, owner: str) -> segments.Handle | None:
+def _parts(buffers: Buffers, owner: str) -> list[Part]:
     try:
-        with _plainly():
-            return segments.write(buffers.stream(), owner)
+        return buffers.write(owner)
     except OSError:  # full, or not to be written: the message itself is the other way
-        return None
-
-
-def _inline(buffers: Buffers) -> bytearray:
-    data = bytearray()
-    with _plainly():
-        for part in buffers.stream():
-            data += part
-    return data
-
-
-@contextlib.contextmanager
-def _plainly() -> Iterator[None]:
-    """Have tensors read as what they are: no gradient, and no say of their subclasses."""
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        yield
+        return []
 
 
 def _record_node(record: Record, buffers: Buffers) -> RecordNode:

@@ -24,25 +24,34 @@ from midstream.modeling.vllm.payloads.record import OnDevice
 
 
 class Bytes:
-    """The buffers of a message; maps its segment.
+    """The buffers of a message; maps its segments.
 
     Raises:
-        TransportError: The segment is gone, or the bytes are not as many as the message says.
+        TransportError: A segment is gone, or the bytes are not as many as the message says.
     """
 
     def __init__(self, message: nodes.Message) -> None:
         self._sizes = message.sizes
-        self._offsets, total = segments.layout(message.sizes)
-        inline = memoryview(message.inline)
-        self._memory = inline if message.segment is None else segments.open_(message.segment)
-        if self._memory.nbytes != total or min(message.sizes, default=0) < 0:
+        self._places: list[tuple[memoryview, int]] = []
+        if message.parts:
+            counts = [part.count for part in message.parts]
+            memories = segments.open_all([part.segment for part in message.parts])
+        else:
+            counts, memories = [len(message.sizes)], [memoryview(message.inline)]
+        fits = min(message.sizes + counts, default=0) >= 0 and sum(counts) == len(message.sizes)
+        for memory, count in zip(memories, counts, strict=True):
+            first = len(self._places)
+            offsets, total = segments.layout(message.sizes[first : first + count])
+            fits = fits and memory.nbytes == total
+            self._places += ((memory, offset) for offset in offsets)
+        if not fits:
             raise TransportError("a message of the engine does not hold the bytes it announces")
 
     def at(self, index: int) -> tuple[memoryview, int, int]:
         """Return the memory that holds a buffer, its offset in it and its size, in bytes."""
         if not 0 <= index < len(self._sizes):
             raise TransportError(f"buffer {index} of {len(self._sizes)}")
-        return self._memory, self._offsets[index], self._sizes[index]
+        return *self._places[index], self._sizes[index]
 
 
 class Decoder:

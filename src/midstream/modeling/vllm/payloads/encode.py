@@ -13,6 +13,7 @@ from midstream.modeling.vllm.payloads.buffers import Buffers, are_alike
 from midstream.modeling.vllm.payloads.handlers import FIX, Refused, handler_for
 from midstream.modeling.vllm.payloads.nodes import DTYPE_NAMES, Node, Run
 
+RUN_BYTES = 8 << 20  # a longer run is several buffers, which can be written at once
 MAX_DEPTH = 100  # containers inside one another; far below Python's and msgspec's own limits
 
 
@@ -85,18 +86,23 @@ class Encoder:
         """Make the nodes of tensors for which `are_alike` holds, one for neighbours alike."""
         made: list[Node] = []
         start = 0
-        for shape, same in itertools.groupby([tensor.shape for tensor in tensors]):
-            count = len(list(same))
-            run, start = tensors[start : start + count], start + count
-            if count == 1 or not run[0].nbytes:
-                made += map(self.node, run)
-                continue
-            index = self.buffers.add_run(run)
-            places = zip([index] * count, range(count), strict=True)
-            self._indices.update(zip(map(id, run), places, strict=True))
-            self._kept.append(run)
-            made.append(Run(index, DTYPE_NAMES[run[0].dtype], shape, count))
+        for _, same in itertools.groupby([tensor.shape for tensor in tensors]):
+            end = start + len(list(same))
+            most = max(1, RUN_BYTES // max(1, tensors[start].nbytes))
+            for first in range(start, end, most):
+                made += self._run(tensors[first : min(end, first + most)])
+            start = end
         return made
+
+    def _run(self, tensors: Sequence[torch.Tensor]) -> list[Node]:
+        first, count = tensors[0], len(tensors)
+        if count == 1 or not first.nbytes:
+            return list(map(self.node, tensors))
+        index = self.buffers.add_run(tensors)
+        places = zip([index] * count, range(count), strict=True)
+        self._indices.update(zip(map(id, tensors), places, strict=True))
+        self._kept.append(tensors)
+        return [Run(index, DTYPE_NAMES[first.dtype], first.shape, count)]
 
     def _enter(self, owner: object) -> None:
         if id(owner) in self._open:

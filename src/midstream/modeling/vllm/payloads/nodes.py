@@ -150,8 +150,15 @@ class RecordNode(msgspec.Struct, array_like=True):
     extra: Node
 
 
+class Part(msgspec.Struct, array_like=True):
+    """A segment with the next `count` buffers of a message."""
+
+    segment: Handle
+    count: int
+
+
 class Message(msgspec.Struct, array_like=True):
-    """All records of a step; the buffers of `sizes` are in `inline` or in `segment`.
+    """All records of a step; the buffers of `sizes` are in `inline`, or in the segments of `parts`.
 
     There they lie as `segments.layout` says.
     """
@@ -159,4 +166,4 @@ class Message(msgspec.Struct, array_like=True):
     records: list[RecordNode]
     sizes: list[int]
     inline: bytearray
-    segment: Handle | None
+    parts: list[Part]

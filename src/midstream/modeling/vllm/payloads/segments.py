@@ -14,8 +14,11 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 import torch
@@ -25,6 +28,8 @@ from midstream.errors import TransportError
 ALIGNMENT = 64  # bytes; a cache line, and enough for every dtype and vector load
 _NAME = re.compile(r"midstream-(?P<owner>(?P<pid>\d+)\.[\w.]+)-\d+-\d+")
 _numbers = itertools.count()
+
+Modes: TypeAlias = AbstractContextManager[object]
 
 
 class Handle(msgspec.Struct, array_like=True, frozen=True):
@@ -74,6 +79,50 @@ def write(parts: Iterable[memoryview], owner: str) -> Handle:
         os.close(descriptor)
 
 
+def write_all(
+    several: Sequence[Iterable[memoryview]], owner: str, modes: Callable[[], Modes] = nullcontext
+) -> list[Handle]:
+    """Write several segments at once, each in a thread of its own, where `modes` is entered.
+
+    A file in memory takes one writer at a time, which fills a few GB a second.
+
+    Raises:
+        OSError: One could not be written; none is left behind.
+    """
+
+    def one(parts: Iterable[memoryview]) -> Handle:
+        with modes():
+            return write(parts, owner)
+
+    if len(several) == 1:
+        return [one(several[0])]
+    with ThreadPoolExecutor(len(several)) as threads:
+        written = [threads.submit(one, parts) for parts in several]
+    failed = [error for error in (each.exception() for each in written) if error is not None]
+    if not failed:
+        return [each.result() for each in written]
+    _unlink(each.result().name for each in written if each.exception() is None)
+    raise failed[0]
+
+
+def open_all(handles: Sequence[Handle]) -> list[memoryview]:
+    """Map segments, see `open_`; if one cannot be, the names of the others are removed too.
+
+    Raises:
+        TransportError: One is gone, or is not one that `write` made for a client.
+    """
+    mapped, problems = [], []
+    for handle in handles:
+        try:
+            mapped.append(open_(handle))
+        except TransportError as problem:
+            problems.append(problem)
+    if problems:
+        mapped.clear()  # the error's traceback would keep the memory
+        raise problems[0]
+    return mapped
+
+
 def open_(handle: Handle) -> memoryview:
     """Map a segment and remove its name; the memory is freed with the last view of it.
 
@@ -112,7 +161,7 @@ def sweep() -> int:
 
 def discard(owner: str) -> int:
     """Remove what `owner` has not received and, its engine ended, never will; returns how many."""
-    return _unlink(iter(remaining(owner)))
+    return _unlink(remaining(owner))
 
 
 def remaining(owner: str) -> list[str]:
@@ -138,7 +187,7 @@ def _create(owner: str) -> tuple[Path, int]:
 
 def _write(descriptor: int, part: memoryview, position: int) -> int:
     while part.nbytes:  # one call moves at most 2 GiB
-        written = os.pwrite(descriptor, part, position)
+        written = os.pwritev(descriptor, [part], position)
         if not written:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         part, position = part[written:], position + written
@@ -152,7 +201,7 @@ def _segments() -> Iterator[tuple[str, str, int]]:
             yield name, match["owner"], int(match["pid"])
 
 
-def _unlink(names: Iterator[str]) -> int:
+def _unlink(names: Iterable[str]) -> int:
     count = 0
     for name in names:
         with contextlib.suppress(OSError):  # another sweep was first, or another user's file
