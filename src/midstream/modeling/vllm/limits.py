@@ -93,6 +93,11 @@ def size_of(value: Any) -> int:
     total, seen, found = 0, set(), [value]
     while found:
         item = found.pop()
+        if type(item) is torch.Tensor:  # first: there may be hundreds of thousands of rows
+            if id(item) not in seen:
+                seen.add(id(item))
+                total += item.numel() * item.element_size()
+            continue
         size = _plain_size(item)
         if size is not None:
             total += size

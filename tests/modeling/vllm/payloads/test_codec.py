@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 from payload_kinds import OWNER, REPEATED, ROUND_TRIPS, Pair, returned
+from torch.utils._pytree import tree_flatten
 
+from midstream.modeling.vllm.engine.readonly import ReadOnlyTensor
 from midstream.modeling.vllm.payloads import (
     BlockError,
     BlockWarning,
@@ -96,6 +98,90 @@ def test_a_tensor_saved_twice_is_one_tensor() -> None:
     assert first.saves["x"] is not first.saves["y"][1]
     first.saves["x"] += 1
     assert second.saves["x"].tolist() == [0, 0]
+
+
+ROWS = list(torch.arange(40.0).reshape(20, 1, 2))
+
+
+def test_a_list_of_rows_is_one_buffer() -> None:
+    """However many tensors of one shape follow each other, the message grows by their bytes."""
+    sizes = []
+    for count in (50, 5000):
+        rows = list(torch.zeros(count, 1, 16, dtype=torch.bfloat16))
+        message = pack([Record("r", {"x": rows})], owner=OWNER, inline_limit=1 << 30)
+        sizes.append(len(message) - count * 32)
+        assert torch.equal(torch.stack(unpack(message)[0].saves["x"]), torch.stack(rows))
+    assert max(sizes) < 200
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ROWS,
+        tuple(ROWS),
+        dict(enumerate(ROWS)),
+        [torch.zeros(5, 2), *ROWS],
+        [*ROWS[:3], torch.zeros(5, 2), ROWS[3], torch.empty(0, 2), torch.empty(0, 2)],
+        [ROWS[:7], ROWS[7:9], [ROWS[9]], []],
+        [*ROWS[:3], ROWS[3].half(), ROWS[4].half()],
+        [*ROWS, None],
+        [row.sum() for row in ROWS],
+        [row.bool() for row in ROWS],
+        [row.bfloat16() for row in ROWS],
+        [row.to(torch.float8_e4m3fn) for row in ROWS],
+        [torch.nn.Parameter(row) for row in ROWS],
+        [ReadOnlyTensor.of(row) for row in ROWS],
+        Pair(ROWS[:3], {"k": ROWS[3:]}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("inline_limit", [1 << 20, 0], ids=["inline", "segment"])
+def test_rows_arrive_in_whatever_holds_them(value: Any, inline_limit: int) -> None:
+    """Lists, tuples, dicts and fields of tensors alike, nearly alike and not alike arrive."""
+    [record] = unpack(pack([Record("r", {"x": value})], owner=OWNER, inline_limit=inline_limit))
+    assert record.error is None
+    got, sent = tree_flatten(record.saves["x"]), tree_flatten(value)
+    assert got[1] == sent[1]
+    for one, other in zip(got[0], sent[0], strict=True):
+        if isinstance(other, Pair):
+            assert torch.equal(torch.stack(one.left), torch.stack(other.left))
+            one, other = torch.stack(one.right["k"]), torch.stack(other.right["k"])
+        if other is None:
+            assert one is None
+            continue
+        assert (type(one), one.dtype, one.shape) == (torch.Tensor, other.dtype, other.shape)
+        assert torch.equal(one.double(), other.detach().double())
+
+
+def test_rows_that_occur_again_are_the_same_tensors() -> None:
+    """A tensor of a list that is saved elsewhere too, or twice in it, is one object (C25)."""
+    saves = {"x": ROWS, "y": ROWS[3], "z": ROWS[5:1:-1], "again": ROWS, "twice": [ROWS[0]] * 2}
+    [record] = unpack(pack([Record("r", saves)], owner=OWNER))
+    got = record.saves
+    assert got["y"] is got["x"][3]
+    assert all(a is b for a, b in zip(got["z"], got["x"][5:1:-1], strict=True))
+    assert all(a is b for a, b in zip(got["again"], got["x"], strict=True))
+    assert got["twice"][0] is got["twice"][1] is got["x"][0]
+    assert torch.equal(torch.stack(got["x"]), torch.stack(ROWS))
+
+
+def test_received_rows_are_independent_tensors() -> None:
+    """A row has a storage and a version of its own: it is saved, copied and written alone."""
+    for dtype in (torch.float32, torch.bfloat16):
+        got = returned([row.to(dtype) for row in ROWS])
+        assert {row.untyped_storage().nbytes() for row in got} == {2 * dtype.itemsize}
+        got[0].add_(1)
+        assert [row._version for row in got[:2]] == [1, 0]
+        assert got[1].tolist() == ROWS[1].tolist()
+
+
+def test_a_refused_save_takes_its_rows_with_it() -> None:
+    """Rows of a save that cannot travel are sent with the next save that has them."""
+    saves = {"bad": [ROWS, object()], "good": ROWS, "one": ROWS[2]}
+    [record] = unpack(pack([Record("r", saves)], owner=OWNER))
+    assert list(record.saves) == ["good", "one"]
+    assert record.saves["one"] is record.saves["good"][2]
+    assert torch.equal(torch.stack(record.saves["good"]), torch.stack(ROWS))
 
 
 def test_a_container_that_occurs_twice_is_no_recursion() -> None:

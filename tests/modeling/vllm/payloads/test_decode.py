@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import random
+import re
 import sys
 import threading
 import types
@@ -20,6 +22,7 @@ from midstream.errors import TransportError
 from midstream.modeling.vllm.payloads import (
     BlockError,
     Record,
+    nodes,
     pack,
     unpack,
 )
@@ -73,6 +76,8 @@ def test_a_damaged_message_never_does_worse_than_a_clear_error() -> None:
     """With any byte changed a message is read or refused with TransportError."""
     saves = dict(enumerate(ROUND_TRIPS[:20] + ROUND_TRIPS[28:])) | {"t": torch.ones(2, 3)}
     saves = {str(name): value for name, value in saves.items()} | {"n": np.arange(3)}
+    rows = list(torch.ones(3, 2))
+    saves |= {"rows": rows, "row": rows[1]}
     whole = pack([Record("r", saves, BlockError.of(ValueError(1), ""))], owner=OWNER)
     chance = random.Random(0)
     refused = 0
@@ -84,3 +89,54 @@ def test_a_damaged_message_never_does_worse_than_a_clear_error() -> None:
         except TransportError:
             refused += 1
     assert 0 < refused < 2000
+
+
+def message_of(node: nodes.Node, size: int) -> bytes:
+    """A message with one save and one buffer of zeros."""
+    record = nodes.RecordNode("r", [("x", node)], None, nodes.Numbers([]), nodes.Numbers([]), None)
+    record.extra = nodes.Map([], [], ordered=False)
+    padded = bytearray(size + -size % 64)
+    return msgspec.msgpack.encode(nodes.Message([record], [size], padded, []))
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        (nodes.Made("list", [nodes.Run(0, "float32", (3,), 3)]), "24 bytes for 3 tensors"),
+        (nodes.Made("list", [nodes.Run(0, "float32", (-3,), -2)]), r"-2 tensors of shape \[-3\]"),
+        (nodes.Made("list", [nodes.Run(0, "float32", (0,), 10**15)]), "10{15} tensors of shape"),
+        (nodes.Made("list", [nodes.Run(1, "float32", (3,), 2)]), "buffer 1 of 1"),
+        (nodes.Run(0, "float32", (3,), 2), "2 tensors in place of a value"),
+        (nodes.Tensor(0, "float32", (3,), 2), "place 2 in a buffer of 24 bytes"),
+        (nodes.Tensor(0, "float32", (3,), -1), "place -1 in a buffer"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_runs_that_make_no_sense_are_refused(node: nodes.Node, expected: str) -> None:
+    """A run, or a place in one, that is not in its buffer is an error and takes no memory."""
+    [record] = unpack(message_of(node, 24))
+    assert record.error is not None
+    assert re.search(expected, record.error.message)
+
+
+def test_a_place_in_a_run_can_be_read_without_the_run() -> None:
+    """A save that shares a tensor with one that cannot be received arrives all the same."""
+    [record] = unpack(message_of(nodes.Tensor(0, "float32", (3,), 1), 24))
+    assert record.saves["x"].tolist() == [0, 0, 0]
+
+
+def test_garbage_is_collected_again_after_a_message() -> None:
+    """Packing and reading pause Python's garbage collection, and only for themselves."""
+    assert gc.isenabled()
+    message = pack([Record("r", {"x": 1})], owner=OWNER)
+    assert gc.isenabled()
+    unpack(message)
+    with pytest.raises(TransportError):
+        unpack(message[:-1])
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        unpack(message)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

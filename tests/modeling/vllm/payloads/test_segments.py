@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import itertools
 import multiprocessing
 import os
 import resource
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 from midstream.errors import TransportError
-from midstream.modeling.vllm.payloads import Record, codec, pack, segments, unpack
+from midstream.modeling.vllm.payloads import Record, buffers, codec, encode, pack, segments, unpack
 
 OWNER = segments.owner_id(tag=7)
 SPAWN = multiprocessing.get_context("spawn")
@@ -53,6 +55,83 @@ def test_large_values_share_one_segment_that_is_removed_as_it_is_read() -> None:
             assert torch.equal(got, value)
             assert got.data_ptr() % segments.ALIGNMENT == 0
     assert segments.remaining(OWNER) == []
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have several segments written for little data."""
+    monkeypatch.setattr(buffers, "PART_BYTES", 100_000)
+    monkeypatch.setattr(encode, "RUN_BYTES", 400_000)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+
+
+SEVERAL = [torch.full((1, 25_000), n) for n in range(9)]
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_much_data_is_written_to_several_segments_at_once() -> None:
+    """The buffers are divided among a few segments and arrive; none of them is left."""
+    values = [*SEVERAL, torch.empty(0), torch.ones(3)]
+    data = message(x=values, y=torch.ones(50_000, dtype=torch.bool), z=torch.empty(0))
+    names = segments.remaining(OWNER)
+    sizes = [(segments.folder() / name).stat().st_size for name in names]
+    assert len(names) == buffers.WRITERS
+    assert min(sizes) > sum(sizes) / buffers.WRITERS / 2
+    saves = unpack(data)[0].saves
+    assert all(torch.equal(a, b) for a, b in zip(saves["x"], values, strict=True))
+    assert saves["y"].all()
+    assert segments.remaining(OWNER) == []
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_one_tensor_is_one_segment() -> None:
+    """A tensor is not divided, so that it can be a view of what was written."""
+    data = message(x=torch.ones(1 << 20), y=torch.empty(0))
+    assert len(segments.remaining(OWNER)) == 1
+    assert unpack(data)[0].saves["x"].sum() == 1 << 20
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_one_of_several_segments_that_cannot_be_written_leaves_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The values go inline, and the segments that were written are removed."""
+    whole, calls = os.pwritev, itertools.count()
+
+    def full(*args: Any) -> int:
+        if next(calls) == 6:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return whole(*args)
+
+    monkeypatch.setattr(os, "pwritev", full)
+    data = message(x=SEVERAL)
+    assert next(calls) > 6
+    assert segments.remaining(OWNER) == []
+    assert len(data) > 9 * SEVERAL[0].nbytes
+    got = unpack(data)[0].saves["x"]
+    assert all(torch.equal(a, b) for a, b in zip(got, SEVERAL, strict=True))
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_one_of_several_segments_that_is_gone_leaves_none() -> None:
+    """A message of which a part is missing is an error, and its other parts are removed."""
+    data = message(x=SEVERAL)
+    (segments.folder() / segments.remaining(OWNER)[1]).unlink()
+    with pytest.raises(TransportError, match="is gone"):
+        unpack(data)
+    assert segments.remaining(OWNER) == []
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_tensors_of_several_segments_free_each_by_itself() -> None:
+    """A segment's memory goes with the last tensor in it, whatever is left of the others."""
+    before = mapped()
+    got = unpack(message(x=SEVERAL))[0].saves["x"]
+    assert mapped() == before + buffers.WRITERS
+    del got[1:]
+    gc.collect()
+    assert mapped() == before + 1
+    assert torch.equal(got[0], SEVERAL[0])
 
 
 def test_received_memory_lives_as_long_as_its_last_tensor() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import sys
-from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -15,7 +17,7 @@ from midstream.modeling.vllm.payloads import segments
 from midstream.modeling.vllm.payloads.buffers import Buffers
 from midstream.modeling.vllm.payloads.decode import Bytes, Decoder
 from midstream.modeling.vllm.payloads.encode import Encoder
-from midstream.modeling.vllm.payloads.nodes import Message, Node, RecordNode
+from midstream.modeling.vllm.payloads.nodes import Message, Node, Part, RecordNode
 from midstream.modeling.vllm.payloads.record import BlockError, BlockWarning, Print, Record
 
 INLINE_LIMIT = 64 * 1024  # bytes; beyond it a segment costs less than copying through the engine
@@ -36,23 +38,26 @@ def pack(records: Sequence[Record], *, owner: str, inline_limit: int = INLINE_LI
         records: The records.
         owner: The client that will unpack the message, as `segments.owner_id` names it.
         inline_limit: Up to this many bytes of tensors, arrays and long bytes ride in the message;
-            more go to one shared memory segment, or into the message where that is full.
+            more go to one shared memory segment, or to a few that are written at once, or into
+            the message where there is no room for them.
     """
     buffers = Buffers()
-    nodes = [_record_node(record, buffers) for record in records]
-    views = buffers.views()
-    handle = _segment(views, owner) if sum(buffers.sizes) > inline_limit else None
-    if handle is None and sum(buffers.sizes) > max(inline_limit, FALLBACK_LIMIT):
-        return pack(list(map(_too_large, records)), owner=owner, inline_limit=sys.maxsize)
-    inline = cast("list[bytearray]", [] if handle else views)  # on the wire both are bytes
-    return _ENCODER.encode(Message(nodes, buffers.sizes, inline, handle))
+    with _uncollected():
+        nodes = [_record_node(record, buffers) for record in records]
+        size = sum(buffers.sizes)
+        parts = _parts(buffers, owner) if size > inline_limit else []
+        if not parts and size > max(inline_limit, FALLBACK_LIMIT):
+            return pack(list(map(_too_large, records)), owner=owner, inline_limit=sys.maxsize)
+        inline = bytearray() if parts else buffers.read()
+    return _ENCODER.encode(Message(nodes, buffers.sizes, inline, parts))
 
 
 def unpack(data: bytes) -> list[Record]:
-    """Read what `pack` wrote. Call it once for a message: it removes the segment's name.
+    """Read what `pack` wrote. Call it once for a message: it removes its segments' names.
 
-    Tensors and arrays are writable, on the CPU, and hold the message's memory until the last of
-    them goes. A save whose class is not loaded in this process becomes its record's error.
+    Tensors and arrays are writable, on the CPU, and not copied: they are views of the message's
+    memory, and hold all of it (a segment: a quarter of a large message) until the last of them
+    goes. A save whose class is not loaded in this process becomes its record's error.
 
     Raises:
         TransportError: `data` is no such message, or its segment is gone.
@@ -62,16 +67,32 @@ def unpack(data: bytes) -> list[Record]:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise TransportError(f"not a message of midstream's engine half: {error}") from error
     # Tensors made in inference mode could not be used in autograd afterwards.
-    with torch.inference_mode(False):
+    with _uncollected(), torch.inference_mode(False):
         found = Bytes(message)
         return [_record(node, Decoder(found)) for node in message.records]
 
 
-def _segment(views: list[memoryview], owner: str) -> segments.Handle | None:
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Let no garbage be looked for: many objects are made here, and none of them is garbage.
+
+    With hundreds of thousands of tensors, Python would look through all of the process's objects
+    again and again, which takes longer than everything else.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        return segments.write(views, owner)
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _parts(buffers: Buffers, owner: str) -> list[Part]:
+    try:
+        return buffers.write(owner)
     except OSError:  # full, or not to be written: the message itself is the other way
-        return None
+        return []
 
 
 def _record_node(record: Record, buffers: Buffers) -> RecordNode:

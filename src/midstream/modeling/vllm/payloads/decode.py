@@ -24,31 +24,34 @@ from midstream.modeling.vllm.payloads.record import OnDevice
 
 
 class Bytes:
-    """The buffers of a message; maps its segment.
+    """The buffers of a message; maps its segments.
 
     Raises:
-        TransportError: The segment is gone, or the bytes are not as many as the message says.
+        TransportError: A segment is gone, or the bytes are not as many as the message says.
     """
 
     def __init__(self, message: nodes.Message) -> None:
         self._sizes = message.sizes
-        self._inline = message.inline
-        self._offsets, total = segments.layout(message.sizes)
-        self._segment = None if message.segment is None else segments.open_(message.segment)
-        if self._segment is None:
-            fits = [len(data) for data in message.inline] == message.sizes
+        self._places: list[tuple[memoryview, int]] = []
+        if message.parts:
+            counts = [part.count for part in message.parts]
+            memories = segments.open_all([part.segment for part in message.parts])
         else:
-            fits = self._segment.nbytes == total and min(message.sizes) >= 0
+            counts, memories = [len(message.sizes)], [memoryview(message.inline)]
+        fits = min(message.sizes + counts, default=0) >= 0 and sum(counts) == len(message.sizes)
+        for memory, count in zip(memories, counts, strict=True):
+            first = len(self._places)
+            offsets, total = segments.layout(message.sizes[first : first + count])
+            fits = fits and memory.nbytes == total
+            self._places += ((memory, offset) for offset in offsets)
         if not fits:
             raise TransportError("a message of the engine does not hold the bytes it announces")
 
-    def at(self, index: int) -> tuple[bytearray | memoryview, int, int]:
+    def at(self, index: int) -> tuple[memoryview, int, int]:
         """Return the memory that holds a buffer, its offset in it and its size, in bytes."""
         if not 0 <= index < len(self._sizes):
             raise TransportError(f"buffer {index} of {len(self._sizes)}")
-        if self._segment is None:
-            return self._inline[index], 0, self._sizes[index]
-        return self._segment, self._offsets[index], self._sizes[index]
+        return *self._places[index], self._sizes[index]
 
 
 class Decoder:
@@ -56,7 +59,8 @@ class Decoder:
 
     def __init__(self, data: Bytes) -> None:
         self._data = data
-        self._tensors: dict[int, torch.Tensor] = {}
+        self._tensors: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._runs: dict[int, list[torch.Tensor]] = {}
 
     def decode(self, node: nodes.Node, name: str) -> Any:
         """Make the value of a node; `name` is how an error refers to it.
@@ -79,14 +83,24 @@ class Decoder:
         return node if read is None else read(self, node)
 
     def values(self, several: Iterable[nodes.Node]) -> list[Any]:
-        """Make the values of nodes."""
-        return [self.value(node) for node in several]
+        """Make the values of nodes; a run becomes as many as it stands for."""
+        made: list[Any] = []
+        for node in several:
+            if type(node) is nodes.Run:
+                made += self._run(node)
+            else:
+                made.append(self.value(node))
+        return made
 
     def tensor(self, node: nodes.Tensor) -> torch.Tensor:
-        """Make a tensor: the same object for the same buffer."""
-        known = self._tensors.get(node.buffer)
+        """Make a tensor: the same object for the same bytes."""
+        run = self._runs.get(node.buffer)
+        if run is not None and node.place is not None:
+            return run[node.place]
+        key = node.buffer, node.place
+        known = self._tensors.get(key)
         if known is None:
-            known = self._tensors[node.buffer] = self._new_tensor(node)
+            known = self._tensors[key] = self._new_tensor(node)
         return known
 
     def array(self, node: nodes.Array) -> np.ndarray[Any, Any]:
@@ -113,12 +127,54 @@ class Decoder:
 
     def _located(
         self, node: nodes.Tensor | nodes.Array, itemsize: int
-    ) -> tuple[bytearray | memoryview, int, int]:
+    ) -> tuple[memoryview, int, int]:
         memory, offset, size = self._data.at(node.buffer)
         count = math.prod(node.shape)
+        if type(node) is nodes.Tensor and node.place is not None:
+            offset, size = _part(offset, size, count * itemsize, node.place)
         if count * itemsize != size:
             raise TransportError(f"{size} bytes for shape {list(node.shape)} of {node.dtype}")
         return memory, offset, count
+
+    def _run(self, node: nodes.Run) -> list[torch.Tensor]:
+        """Make the tensors of a run: views of the message, each with a storage of its own.
+
+        Slices of one tensor would be made in half the time, but each would be saved, copied and
+        kept with all the others, and a write into one would count as one into each.
+        """
+        memory, offset, size = self._data.at(node.buffer)
+        dtype = nodes.DTYPES[node.dtype]
+        if min(node.shape, default=1) < 1 or node.count < 1:
+            raise TransportError(f"{node.count} tensors of shape {list(node.shape)}")
+        if math.prod(node.shape) * node.count * dtype.itemsize != size:
+            raise TransportError(f"{size} bytes for {node.count} tensors of {list(node.shape)}")
+        read_as = _numpy_dtype(dtype)
+        rows = np.ndarray((node.count, *node.shape), read_as, memory, offset)
+        found = list(map(torch.from_numpy, rows if node.shape else _scalars(rows)))
+        if found[0].dtype is not dtype:
+            found = [tensor.view(dtype) for tensor in found]
+        self._runs[node.buffer] = found
+        return found
+
+
+def _part(offset: int, size: int, part: int, place: int) -> tuple[int, int]:
+    """Where one of the equal parts of a buffer begins, and its size, both in bytes."""
+    if place < 0 or (place + 1) * part > size:
+        raise TransportError(f"place {place} in a buffer of {size} bytes")
+    return offset + place * part, part
+
+
+def _scalars(values: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    return [values[i, ...] for i in range(len(values))]
+
+
+@functools.cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """NumPy's dtype of the same name, or integers of that size where it has none."""
+    try:
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+    except TypeError:
+        return np.dtype(f"u{dtype.itemsize}")
 
 
 def _made(decoder: Decoder, node: nodes.Made) -> Any:
@@ -187,6 +243,10 @@ def _dotted(name: tuple[str, str]) -> str:
     return ".".join(name)
 
 
+def _no_value(_: Decoder, node: nodes.Run) -> Any:
+    raise TransportError(f"{node.count} tensors in place of a value")
+
+
 def _scalar(_: Decoder, node: nodes.Scalar) -> Any:
     dtype = dtype_of(node.dtype)
     if dtype.itemsize != len(node.data):
@@ -217,6 +277,7 @@ _READERS: dict[type, Callable[[Decoder, Any], Any]] = {
     nodes.Instance: _instance,
     nodes.Member: _member,
     nodes.Tensor: Decoder.tensor,
+    nodes.Run: _no_value,
     nodes.Array: Decoder.array,
     nodes.Scalar: _scalar,
     nodes.Binary: lambda _, node: node.data,

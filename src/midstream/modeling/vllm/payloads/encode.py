@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from midstream.errors import TransportError
-from midstream.modeling.vllm.payloads.buffers import Buffers
+from midstream.modeling.vllm.payloads.buffers import Buffers, are_alike
 from midstream.modeling.vllm.payloads.handlers import FIX, Refused, handler_for
-from midstream.modeling.vllm.payloads.nodes import Node
+from midstream.modeling.vllm.payloads.nodes import DTYPE_NAMES, Node, Run
 
+RUN_BYTES = 8 << 20  # a longer run is several buffers, which can be written at once
 MAX_DEPTH = 100  # containers inside one another; far below Python's and msgspec's own limits
 
 
 class Encoder:
     """Turns the values of one record into nodes; the bytes of their tensors go to `buffers`.
 
-    A tensor that occurs twice in the record has one buffer and comes back as one object.
+    A tensor that occurs twice in the record has one buffer and comes back as one object. Tensors
+    of one shape that follow each other in a container are one buffer and one node.
     """
 
     def __init__(self, buffers: Buffers) -> None:
         self.buffers = buffers
-        self._indices: dict[int, int] = {}
+        self._indices: dict[int, tuple[int, int | None]] = {}
         self._kept: list[object] = []  # ids in `_indices` stay theirs only while these live
         self._open: set[int] = set()
 
@@ -42,7 +45,7 @@ class Encoder:
             problem = f"{name} cannot be read to be sent: {type(error).__name__}: {error}; {FIX}"
         self._open.clear()
         self.buffers.truncate(mark)
-        self._indices = {key: index for key, index in self._indices.items() if index < mark}
+        self._indices = {key: found for key, found in self._indices.items() if found[0] < mark}
         raise TransportError(problem)
 
     def node(self, value: Any) -> Node:
@@ -54,6 +57,9 @@ class Encoder:
     ) -> list[Node]:
         """Make the nodes of a container's values; `step(i)` is the path to the i-th."""
         self._enter(owner)
+        if isinstance(values, list | tuple) and self._are_new(values) and are_alike(values):
+            self._open.discard(id(owner))
+            return self._runs(values)
         made: list[Node] = []
         try:
             for value in values:
@@ -64,13 +70,39 @@ class Encoder:
         self._open.discard(id(owner))
         return made
 
-    def tensor_index(self, tensor: torch.Tensor) -> int:
-        """Return the buffer of a tensor, the same one for the same object."""
-        index = self._indices.get(id(tensor))
-        if index is None:
-            index = self._indices[id(tensor)] = self.buffers.add_tensor(tensor)
+    def tensor_index(self, tensor: torch.Tensor) -> tuple[int, int | None]:
+        """Return the buffer of a tensor and its place in it, the same for the same object."""
+        found = self._indices.get(id(tensor))
+        if found is None:
+            found = self._indices[id(tensor)] = self.buffers.add_tensor(tensor), None
             self._kept.append(tensor)
-        return index
+        return found
+
+    def _are_new(self, values: Sequence[object]) -> bool:
+        ids = list(map(id, values))
+        return self._indices.keys().isdisjoint(ids) and len(set(ids)) == len(ids)
+
+    def _runs(self, tensors: Sequence[torch.Tensor]) -> list[Node]:
+        """Make the nodes of tensors for which `are_alike` holds, one for neighbours alike."""
+        made: list[Node] = []
+        start = 0
+        for _, same in itertools.groupby([tensor.shape for tensor in tensors]):
+            end = start + len(list(same))
+            most = max(1, RUN_BYTES // max(1, tensors[start].nbytes))
+            for first in range(start, end, most):
+                made += self._run(tensors[first : min(end, first + most)])
+            start = end
+        return made
+
+    def _run(self, tensors: Sequence[torch.Tensor]) -> list[Node]:
+        first, count = tensors[0], len(tensors)
+        if count == 1 or not first.nbytes:
+            return list(map(self.node, tensors))
+        index = self.buffers.add_run(tensors)
+        places = zip([index] * count, range(count), strict=True)
+        self._indices.update(zip(map(id, tensors), places, strict=True))
+        self._kept.append(tensors)
+        return [Run(index, DTYPE_NAMES[first.dtype], first.shape, count)]
 
     def _enter(self, owner: object) -> None:
         if id(owner) in self._open:

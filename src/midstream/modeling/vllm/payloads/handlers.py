@@ -110,7 +110,7 @@ def _dict(encoder: Encoder, value: dict[Any, Any]) -> Node:
     items = list(value.items())
     keys = encoder.children(value, (key for key, _ in items), lambda _: "{a key}")
     values = encoder.children(
-        value, (item for _, item in items), lambda index: f"[{reprlib.repr(items[index][0])}]"
+        value, [item for _, item in items], lambda index: f"[{reprlib.repr(items[index][0])}]"
     )
     return nodes.Map(keys, values, isinstance(value, OrderedDict))
 
@@ -153,10 +153,10 @@ def _member(_: Encoder, value: enum.Enum) -> Node:
 
 def _tensor(encoder: Encoder, value: torch.Tensor) -> Node:
     try:
-        index = encoder.tensor_index(value)
+        index, place = encoder.tensor_index(value)
     except ValueError as error:
         raise Refused(str(error)) from None
-    return nodes.Tensor(index, nodes.DTYPE_NAMES[value.dtype], value.shape)
+    return nodes.Tensor(index, nodes.DTYPE_NAMES[value.dtype], value.shape, place)
 
 
 def _array(encoder: Encoder, value: np.ndarray[Any, Any]) -> Node:

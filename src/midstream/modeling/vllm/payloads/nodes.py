@@ -63,11 +63,12 @@ class Member(_Tagged, tag=4):
 
 
 class Tensor(_Tagged, tag=5):
-    """A tensor: a buffer's bytes in row-major order."""
+    """A tensor: a buffer's bytes in row-major order, or those of one `place` in a run's buffer."""
 
     buffer: int
     dtype: str
     shape: tuple[int, ...]
+    place: int | None = None
 
 
 class Array(_Tagged, tag=6):
@@ -105,6 +106,18 @@ class Placed(_Tagged, tag=10):
     device: str
 
 
+class Run(_Tagged, tag=11):
+    """Tensors of one shape that follow each other in a container, in one buffer without gaps.
+
+    It stands for `count` values of the container it is in, and is no value by itself.
+    """
+
+    buffer: int
+    dtype: str
+    shape: tuple[int, ...]
+    count: int
+
+
 Node: TypeAlias = (
     bool
     | int
@@ -116,6 +129,7 @@ Node: TypeAlias = (
     | Instance
     | Member
     | Tensor
+    | Run
     | Array
     | Scalar
     | Binary
@@ -136,10 +150,20 @@ class RecordNode(msgspec.Struct, array_like=True):
     extra: Node
 
 
+class Part(msgspec.Struct, array_like=True):
+    """A segment with the next `count` buffers of a message."""
+
+    segment: Handle
+    count: int
+
+
 class Message(msgspec.Struct, array_like=True):
-    """All records of a step; the bytes of `sizes` are in `inline` or in `segment`."""
+    """All records of a step; the buffers of `sizes` are in `inline`, or in the segments of `parts`.
+
+    There they lie as `segments.layout` says.
+    """
 
     records: list[RecordNode]
     sizes: list[int]
-    inline: list[bytearray]
-    segment: Handle | None
+    inline: bytearray
+    parts: list[Part]

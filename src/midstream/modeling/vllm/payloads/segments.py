@@ -14,8 +14,11 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 import torch
@@ -23,10 +26,10 @@ import torch
 from midstream.errors import TransportError
 
 ALIGNMENT = 64  # bytes; a cache line, and enough for every dtype and vector load
-_IOV_MAX = 1024  # buffers in one call, the limit of Linux and macOS
 _NAME = re.compile(r"midstream-(?P<owner>(?P<pid>\d+)\.[\w.]+)-\d+-\d+")
-_PADDING = memoryview(bytes(ALIGNMENT))
 _numbers = itertools.count()
+
+Modes: TypeAlias = AbstractContextManager[object]
 
 
 class Handle(msgspec.Struct, array_like=True, frozen=True):
@@ -55,8 +58,8 @@ def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def write(buffers: Sequence[memoryview], owner: str) -> Handle:
-    """Write byte buffers into a new segment at the offsets that `layout` gives.
+def write(parts: Iterable[memoryview], owner: str) -> Handle:
+    """Write bytes into a new segment, one part behind the other, each before the next is made.
 
     Raises:
         OSError: The folder is full or cannot be written; nothing is left behind.
@@ -65,12 +68,59 @@ def write(buffers: Sequence[memoryview], owner: str) -> Handle:
     try:
         # Writing is near twice as fast as copying into a mapping (no page is zeroed first, no
         # page faults), and a full folder is an error here instead of a SIGBUS later.
-        return Handle(path.name, _write_all(descriptor, list(_padded(buffers))))
+        position = 0
+        for part in parts:
+            position = _write(descriptor, part, position)
+        return Handle(path.name, position)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
     finally:
         os.close(descriptor)
+
+
+def write_all(
+    several: Sequence[Iterable[memoryview]], owner: str, modes: Callable[[], Modes] = nullcontext
+) -> list[Handle]:
+    """Write several segments at once, each in a thread of its own, where `modes` is entered.
+
+    A file in memory takes one writer at a time, which fills a few GB a second.
+
+    Raises:
+        OSError: One could not be written; none is left behind.
+    """
+
+    def one(parts: Iterable[memoryview]) -> Handle:
+        with modes():
+            return write(parts, owner)
+
+    if len(several) == 1:
+        return [one(several[0])]
+    with ThreadPoolExecutor(len(several)) as threads:
+        written = [threads.submit(one, parts) for parts in several]
+    failed = [error for error in (each.exception() for each in written) if error is not None]
+    if not failed:
+        return [each.result() for each in written]
+    _unlink(each.result().name for each in written if each.exception() is None)
+    raise failed[0]
+
+
+def open_all(handles: Sequence[Handle]) -> list[memoryview]:
+    """Map segments, see `open_`; if one cannot be, the names of the others are removed too.
+
+    Raises:
+        TransportError: One is gone, or is not one that `write` made for a client.
+    """
+    mapped, problems = [], []
+    for handle in handles:
+        try:
+            mapped.append(open_(handle))
+        except TransportError as problem:
+            problems.append(problem)
+    if problems:
+        mapped.clear()  # the error's traceback would keep the memory
+        raise problems[0]
+    return mapped
 
 
 def open_(handle: Handle) -> memoryview:
@@ -111,7 +161,7 @@ def sweep() -> int:
 
 def discard(owner: str) -> int:
     """Remove what `owner` has not received and, its engine ended, never will; returns how many."""
-    return _unlink(iter(remaining(owner)))
+    return _unlink(remaining(owner))
 
 
 def remaining(owner: str) -> list[str]:
@@ -135,33 +185,13 @@ def _create(owner: str) -> tuple[Path, int]:
             return path, os.open(path, flags, 0o600)
 
 
-def _padded(buffers: Sequence[memoryview]) -> Iterator[memoryview]:
-    for buffer in buffers:
-        if buffer.nbytes:
-            yield buffer
-            yield _PADDING[: -buffer.nbytes % ALIGNMENT]
-
-
-def _write_all(descriptor: int, parts: list[memoryview]) -> int:
-    position = 0
-    for first in range(0, len(parts), _IOV_MAX):
-        chunk = parts[first : first + _IOV_MAX]
-        while chunk:
-            written = os.pwritev(descriptor, chunk, position)
-            if not written:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            position += written
-            chunk = _after(chunk, written)
+def _write(descriptor: int, part: memoryview, position: int) -> int:
+    while part.nbytes:  # one call moves at most 2 GiB
+        written = os.pwritev(descriptor, [part], position)
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        part, position = part[written:], position + written
     return position
-
-
-def _after(parts: list[memoryview], written: int) -> list[memoryview]:
-    # One call moves at most 2 GiB.
-    for index, part in enumerate(parts):
-        if written < part.nbytes:
-            return [part[written:], *parts[index + 1 :]]
-        written -= part.nbytes
-    return []
 
 
 def _segments() -> Iterator[tuple[str, str, int]]:
@@ -171,7 +201,7 @@ def _segments() -> Iterator[tuple[str, str, int]]:
             yield name, match["owner"], int(match["pid"])
 
 
-def _unlink(names: Iterator[str]) -> int:
+def _unlink(names: Iterable[str]) -> int:
     count = 0
     for name in names:
         with contextlib.suppress(OSError):  # another sweep was first, or another user's file
