@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from midstream.interleaving.copies import counting_edits, cut, row_axis, Rows
+from midstream.interleaving.copies import Rows, counting_edits, cut, row_axis
 from midstream.interleaving.locations import Location
 from midstream.interleaving.snapshots import Snapshots
 from midstream.interleaving.structure import PLAIN, Leaves, flatten
