@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from midstream.errors import LimitExceededError
 from midstream.interleaving.batches import Form
+from midstream.interleaving.events import Rows
 from midstream.interleaving.run import Run
 from midstream.interleaving.snapshots import Snapshots
 from midstream.interleaving.structure import flatten
@@ -74,6 +76,31 @@ def test_copies_do_not_grow_with_different_choices() -> None:
     several = [["layers.0.mlp"], ["layers.0.mlp", "layers.2.mlp"], ["layers.2.mlp"]]
     both = copies_of_a_step(some(["layers.0.mlp", "layers.2.mlp"]))
     assert copies_of_a_step(*map(some, several * 4)) == both
+
+
+def test_modules_come_in_the_order_of_their_calls() -> None:
+    """Also where a request records some of its modules together with others and some alone."""
+    paths = ["layers.0.mlp", "layers.1.mlp", "layers.2.mlp"]
+    requests = Requests(lambda r: r.open(paths), lambda r: r.open(paths[1]))
+    requests.step(rows(1, 1), rows(1, 2))
+    assert [cache.keys() for cache in requests.caches] == [paths, paths[1:2]]
+
+
+def test_the_head_has_rows_of_its_own() -> None:
+    """A part of the step in which requests have other rows is recorded with those."""
+    requests = Requests(*[lambda r: r.open(["layers.1.mlp", "head"])] * 2)
+    runs, parts = requests.runs, [rows(3, 1), rows(2, 2)]
+    x, interleaver = torch.cat(parts), requests.interleaver
+    with torch.inference_mode():
+        interleaver.begin_step(runs)
+        with interleaver.phase({runs[0]: Rows(0, 3), runs[1]: Rows(3, 5)}, (5,)):
+            requests.model(x)
+        with interleaver.phase({runs[0]: Rows(0, 1), runs[1]: Rows(1, 2)}, (2,)):
+            right = requests.model.head(x[[2, 4]])
+        interleaver.finish_step()
+    for index, cache in enumerate(requests.caches):
+        assert len(cache["layers.1.mlp"].output) == len(parts[index])
+        assert torch.equal(cache["head"].output, right[index : index + 1])
 
 
 def test_copies_do_not_grow_with_plain_rows_between() -> None:
@@ -195,14 +222,12 @@ def test_a_module_that_one_request_skips_is_recorded_for_the_others() -> None:
         requests.open()
         requests.tree.root.layers[1].skip((rows(2, 8), rows(2, 9)))
 
-    requests = Requests(lambda r: r.open(), skipping, lambda r: r.open())
+    requests = Requests()
     parts = [rows(2, i) for i in range(3)]
     for _ in range(2):  # the first step shows the order of modules
         requests.caches.clear()
-        requests.runs = Requests(*[lambda _: None] * 3).runs
-        requests.runs = [
-            Run(lambda b=b: b(requests)) for b in (lambda r: r.open(), skipping, lambda r: r.open())
-        ]
+        blocks = (Requests.open, skipping, Requests.open)
+        requests.runs = [Run(lambda block=block: block(requests)) for block in blocks]
         requests.step(*parts)
     right = outputs(torch.cat(parts))
     first, skipped, last = requests.caches
@@ -287,7 +312,9 @@ def test_a_copy_of_a_cache_is_independent() -> None:
     """It has what was recorded so far, and no more comes into it."""
     requests = Requests(lambda r: r.open("layers.1.mlp"))
     requests.step(rows(2, 1))
+    sent = pickle.loads(pickle.dumps(requests.caches[0]))
     copied = copy.deepcopy(requests.caches[0])
+    assert torch.equal(sent["layers.1.mlp"].output, copied["layers.1.mlp"].output)
     copied["layers.1.mlp"].output.zero_()
     requests.step(rows(1, 2))
     assert copied["layers.1.mlp"].output.shape == (2, 4)
