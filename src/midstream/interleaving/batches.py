@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 
 from midstream.interleaving.copies import Rows, counting_edits, cut, row_axis
 from midstream.interleaving.locations import Location
-from midstream.interleaving.snapshots import Snapshots
 from midstream.interleaving.structure import PLAIN, Leaves, flatten
 
 
@@ -190,82 +188,3 @@ def _is_container(part: Any) -> bool:
 
 def _has_rows(leaf: Any, axis: int | None) -> bool:
     return axis is not None or not isinstance(leaf, torch.Tensor)
-
-
-class Sheet:
-    """What is recorded for several requests in one step, with the same copies for all of them.
-
-    Attributes:
-        kept: in the order of the calls.
-        ended: whether the step has, so that nothing is added.
-    """
-
-    def __init__(self, spans: Sequence[Rows], form: Form):
-        self.spans, self._form = Spans(spans), form
-        self.kept: list[Kept] = []
-        self.ended = False
-        self._a_row = self._whole = 0
-
-    def add(self, location: Location, number: int, call: Call) -> None:
-        """Copy the requests' rows of a value."""
-        kept = Kept(location, number, call, self.spans, self._form)
-        self._a_row += kept.a_row
-        self._whole += kept.whole
-        self.kept.append(kept)
-
-    def bytes_of(self, rows: int) -> int:
-        """How much is kept for a request with so many rows."""
-        return self._a_row * rows + self._whole
-
-
-class Share:
-    """One cache's part of a sheet, until it is looked at.
-
-    Args:
-        place: which piece of the copies is its own.
-        rows: how many that has.
-    """
-
-    def __init__(self, sheet: Sheet, place: int, rows: int):
-        self._sheet, self._place, self._rows = sheet, place, rows
-        self._taken = 0  # of what the sheet keeps
-        self._stop: int | None = None
-        self._sure = 0
-        self._counted = 0  # bytes
-        self._holders: list[_Holder] = []
-
-    @property
-    def is_used_up(self) -> bool:
-        """Whether nothing more can come of it."""
-        return self._sheet.ended
-
-    def count(self, snapshots: Snapshots) -> None:
-        """Count what has come since the last time.
-
-        Raises:
-            LimitExceededError: the block would hold too much; what has come is not taken then.
-        """
-        size = self._sheet.bytes_of(self._rows)
-        if size > self._counted:
-            self._holders.append(_Holder())
-            try:
-                snapshots.hold_while(self._holders[-1], size - self._counted)
-            except Exception:
-                self._stop = self._sure
-                raise
-        self._counted, self._sure = size, len(self._sheet.kept)
-
-    @property
-    def unseen(self) -> Iterable[tuple[Kept, int]]:
-        """What has come since the last time, with its place there."""
-        return zip(self._sheet.kept[self._taken : self._stop], repeat(self._place))
-
-    def take(self) -> None:
-        """Note that all of it is elsewhere, where it is counted."""
-        self._taken = self._sure = len(self._sheet.kept[: self._stop])
-        self._counted = self._sheet.bytes_of(self._rows)
-        self._holders.clear()
-
-
-class _Holder:
-    """Its life is that of the rows a cache has and nobody has looked at."""

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from midstream.errors import LimitExceededError
-from midstream.interleaving.batches import Call, Form, Kept, Share, Sheet
-from midstream.interleaving.caches import Cache, Values
+from midstream.interleaving.batches import Call, Form
+from midstream.interleaving.caches import Cache
 from midstream.interleaving.copies import Rows
 from midstream.interleaving.locations import Location
 from midstream.interleaving.node import Node, Tree
+from midstream.interleaving.shares import Share, Sheet, Unseen
 from midstream.interleaving.snapshots import Snapshots
-from midstream.interleaving.structure import flatten
 
 if TYPE_CHECKING:
     from midstream.interleaving.run import Run
@@ -117,53 +117,6 @@ def _aliases(tree: Tree, paths: Iterable[str]) -> dict[str, str]:
     """Names, other than their own path, of the modules and of those around them."""
     around = {path[: at.start()] for path in paths for at in re.finditer(r"\.|$", path)}
     return {name: path for name, path in tree.other_names.items() if path in around}
-
-
-class Unseen:
-    """What has been recorded into a cache and nobody has looked at. It dies with the cache."""
-
-    def __init__(self, snapshots: Snapshots):
-        self._snapshots = snapshots
-        self.shares: list[Share] = []
-
-    def move_to(self, visits: Values) -> None:
-        """Put it where it is read.
-
-        Raises:
-            LimitExceededError: the block would hold too much.
-        """
-        if self.shares:
-            self._snapshots.add(
-                leaf for value in self._moved_to(visits) for leaf in flatten(value)[0]
-            )
-
-    def settle(self, visits: Values) -> None:
-        """Put it where it is read, when no block reads any more."""
-        self._moved_to(visits)
-
-    def _moved_to(self, visits: Values) -> list[Any]:
-        shares = self.shares
-        found = [each for share in shares for each in share.unseen]
-        found.sort(key=lambda each: each[0].number)  # a step may have filled several sheets
-        _wait_for(kept for kept, _ in found)
-        values = [kept.value(place) for kept, place in found]  # may fail: nothing has moved yet
-        for share in shares:
-            share.take()
-        self.shares = [share for share in shares if not share.is_used_up]
-        for (kept, _), value in zip(found, values, strict=True):
-            path, side, _ = kept.location
-            sides = visits.setdefault(path, {})
-            sides.setdefault("inputs" if side == "input" else side, []).append(value)
-        return values
-
-
-def _wait_for(several: Iterable[Kept]) -> None:
-    """Wait for copies that are under way."""
-    late = [kept for kept in several if kept.under_way]
-    if late:
-        torch.cuda.synchronize()
-    for kept in late:
-        kept.under_way = False
 
 
 class Recorder:
