@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import platform
 import statistics
@@ -38,6 +39,7 @@ def interleaved_us(
     return [statistics.median(series) * 1e6 for series in times]
 
 
+@functools.cache
 def machine() -> str:
     """Hardware and versions, one line."""
     import torch
@@ -78,9 +80,10 @@ def markdown(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -
     return "\n".join([*lines, ""])
 
 
-def write(path: Path, title: str, sections: Sequence[str]) -> None:
-    """Write a result file and print it."""
+def write(path: Path, title: str, sections: Sequence[str], *, show: bool = True) -> None:
+    """Write a result file and print it, or not."""
     text = "\n".join([f"# {title}", "", f"{machine()}.", "", *sections])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
-    print(text)
+    if show:
+        print(text)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.interleaving.events import Event, Rows, Served
+from midstream.interleaving.copies import Rows
+from midstream.interleaving.events import Event, Served
 from tests.fuzz.counting import examples
 from tests.fuzz.test_engine import check as check_engine
 from tests.fuzz.test_engine import traces

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from midstream.interleaving.events import Rows
+from midstream.interleaving.copies import Rows
 from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.node import Tree
 from midstream.interleaving.run import Run, current_run

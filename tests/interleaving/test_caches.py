@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from midstream.interleaving.caches import Cache
-from midstream.interleaving.events import Rows
+from midstream.interleaving.copies import Rows
 from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.node import Tree
 from midstream.interleaving.recording import open_cache
@@ -22,11 +22,17 @@ from tests.interleaving.toy import Toy, rows
 class Requests:
     """Blocks whose requests run several steps together."""
 
-    def __init__(self, *blocks: Callable[[Requests], Any], rename: Any = None):
-        self.model = Toy().requires_grad_(False)
+    def __init__(
+        self,
+        *blocks: Callable[[Requests], Any],
+        rename: Any = None,
+        model: torch.nn.Module | None = None,
+    ):
+        self.model = (model or Toy()).requires_grad_(False)
         self.tree = Tree(self.model, rename)
         self.interleaver = Interleaver(self.tree.modules)
-        self.runs = [Run(lambda block=block: block(self)) for block in blocks]  # type: ignore[misc]
+        self.runs: list[Any] = [Run(lambda block=block: block(self)) for block in blocks]  # type: ignore[misc]
+        self.edits: dict[Run, list[Run]] = {}
         self.caches: list[Cache] = []
 
     def open(self, modules: Any = None, sides: Sequence[str] = ("output",), **more: Any) -> Cache:
@@ -36,20 +42,26 @@ class Requests:
         return self.caches[-1]
 
     def step(self, *inputs: torch.Tensor) -> None:
-        """One step of all requests."""
+        """One step of all requests; what is given to None belongs to a plain one."""
+        self.try_step(*inputs)
+        for run in self.runs:
+            if run is not None and run.error is not None:
+                raise run.error
+
+    def try_step(self, *inputs: torch.Tensor) -> None:
+        """One step; errors of blocks stay on their runs."""
         spans, start = {}, 0
         for run, part in zip(self.runs, inputs, strict=True):
-            spans[run] = Rows(start, start + len(part))
+            for beside in (run, *self.edits.get(run, ())) if run is not None else ():
+                spans[beside] = Rows(start, start + len(part))
             start += len(part)
         with torch.inference_mode():
-            self.interleaver.begin_step(self.runs)
+            self.interleaver.begin_step(list(spans))
             with self.interleaver.phase(spans, (start,)):
                 self.model(torch.cat(inputs))
             self.interleaver.finish_step()
-        for run in self.runs:
+        for run in spans:
             run.visit += 1
-            if run.error is not None:
-                raise run.error
 
 
 def outputs(x: torch.Tensor) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from midstream.errors import NotInTraceError, OutOfOrderError
-from midstream.interleaving.events import Rows
+from midstream.interleaving.copies import Rows
 from midstream.interleaving.locations import LOGITS, Location
 from midstream.interleaving.run import Run, current_run
 from tests.interleaving.toy import Steps, Toy, rows

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from midstream.errors import OutOfOrderError
-from midstream.interleaving.events import Rows
+from midstream.interleaving.copies import Rows
 from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.locations import LOGITS, Location
 from midstream.interleaving.node import Node, Tree

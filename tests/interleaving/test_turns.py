@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from midstream.interleaving.events import Rows
+from midstream.interleaving.copies import Rows
 from midstream.interleaving.run import Run
 from tests.interleaving.toy import Steps, Toy, rows
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from midstream.interleaving.events import Rows
+from midstream.interleaving.copies import Rows
 from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.locations import LOGITS
 from midstream.interleaving.node import Node, Tree

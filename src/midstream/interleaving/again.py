@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from midstream.interleaving.events import Event, Put, Rows
+from midstream.interleaving.copies import Put, Rows
+from midstream.interleaving.events import Event
 from midstream.interleaving.locations import Location
 
 

@@ -56,7 +56,7 @@ class Asking:
         order = self._interleaver.order
         order.place_skip(location)
         entry = Location(location.path, "input")
-        if entry not in run.served and order.has_passed(entry):
+        if entry != run.place and order.has_passed(entry):
             raise _out_of_order(run, location)
 
 

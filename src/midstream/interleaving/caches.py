@@ -4,9 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 _ROOT = "model."  # paths may be written as error texts and the reference's keys show them
+
+
+Values = dict[str, dict[str, list[Any]]]
+"""By path, the values of each side ("output", "inputs"), one for each call."""
+
+
+class Unread(Protocol):
+    """In the engine: what has been recorded and nobody has looked at."""
+
+    def move_to(self, visits: Values) -> None:
+        """Put it where it is read."""
+
+
+class _Visits:
+    """The field `Cache.visits`: who looks at it finds all that has been recorded."""
+
+    def __get__(self, cache: Cache | None, kind: type[Cache]) -> Values:
+        if cache is None or "visits" not in cache.__dict__:
+            raise AttributeError("visits")
+        visits: Values = cache.__dict__["visits"]
+        unread: Unread | None = cache.__dict__.get("_unread")
+        if unread is not None:
+            unread.move_to(visits)
+        return visits
+
+    def __set__(self, cache: Cache, visits: Values) -> None:
+        cache.__dict__["visits"] = visits
 
 
 @dataclass(eq=False)
@@ -19,14 +46,19 @@ class Cache:
     in which they first returned.
 
     Attributes:
-        visits: by path, the values of each side ("output", "inputs"), one for each call.
+        visits: by path, the values of each side, one for each call.
         aliases: further names of recorded modules and of those they are in, by path.
     """
 
-    visits: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+    visits: _Visits = _Visits()  # no default: it stays what the attribute is
     aliases: dict[str, str] = field(default_factory=dict)
 
-    _settle = None  # in the engine: waits for copies that are under way
+    def _follow(self, unread: Unread) -> None:
+        """In the engine: take in what is recorded when somebody looks."""
+        self.__dict__["_unread"] = unread
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"visits": self.visits, "aliases": self.aliases}
 
     def keys(self) -> list[str]:
         """Paths of the recorded modules."""
@@ -142,8 +174,6 @@ class CachedModule:
         return _one_or_all([next(iter((*args, *kwargs.values())), None) for args, kwargs in calls])
 
     def _recorded(self, side: str, argument: str) -> list[Any]:
-        if self._cache._settle is not None:
-            self._cache._settle()
         sides = self._cache.visits.get(self._path)
         if sides is None:
             raise KeyError(f"'{self._path}' was not recorded, only modules inside it were.")

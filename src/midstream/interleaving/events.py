@@ -7,36 +7,20 @@ the residual stream in place), so a view handed out would later hold another lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from midstream.interleaving.copies import Copies, Edit, Put, Rows, counting_edits, cut, row_axis
 from midstream.interleaving.locations import Location
-from midstream.interleaving.snapshots import Snapshots
+from midstream.interleaving.snapshots import Snapshots, Storage
 from midstream.interleaving.structure import describe, flatten, same_shape
 
 if TYPE_CHECKING:
     from midstream.interleaving.replays import WriteLog
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows ``start:stop`` of a step's tensors that belong to one request."""
-
-    start: int
-    stop: int
-
-
-class Put(NamedTuple):
-    """One leaf of a value as a block left it, for its request's rows; see ``Event.put``."""
-
-    leaf: int
-    rows: Rows
-    value: torch.Tensor
-    replace: bool
 
 
 Misfit = Callable[[str, Any, Any], str]
@@ -72,10 +56,13 @@ class Event:
         self.leaves, self._build = flatten(value)
         self._sizes, first = sizes, spans[0]
         self._low, self._high = first.start, first.stop
+        self._spans = spans
         if len(spans) > 1:
             self._low = min(span.start for span in spans)
             self._high = max(span.stop for span in spans)
-        self._copies: dict[int, torch.Tensor] = {}
+        self._copies: dict[int, Copies] = {}
+        self._edits: dict[int, list[Edit]] = {}
+        self._bundles: dict[Rows, Bundle] | None = None
         self._replaced: dict[int, dict[Rows, torch.Tensor]] = {}
         self._value = value
         self._check, self._is_models, self._is_whole = check, is_models, is_whole
@@ -110,11 +97,87 @@ class Event:
         if axis is None:
             with counting_edits():
                 return leaf.clone()
-        if index not in self._copies:
+        copies = self._copies.get(index)
+        if copies is None:
             with counting_edits():
-                self._copies[index] = cut(leaf, axis, self._low, self._high).clone()
-        copy = self._copies[index]
-        return cut(copy, axis, rows.start - self._low, rows.stop - self._low)
+                hull = cut(leaf, axis, self._low, self._high).clone()
+                copies = self._copies[index] = Copies(hull, axis, self._spans)
+        return copies.rows(rows)
+
+    def bundle(self, rows: Rows) -> Bundle | None:
+        """A request's copies of all leaves; None if one cannot be made with the others'."""
+        if self._bundles is None:
+            self._bundles = self._bundled()
+        return self._bundles.pop(rows, None)
+
+    def _bundled(self) -> dict[Rows, Bundle]:
+        """All requests' copies at once: one after the other they would take much longer."""
+        columns: list[Sequence[Any]] = []
+        held: list[tuple[Storage, int]] = []
+        for index, leaf in enumerate(self.leaves):
+            if not isinstance(leaf, torch.Tensor):
+                columns.append([leaf] * len(self._spans))
+                continue
+            if self.axis(index) is None:
+                return {}
+            columns.append([self.copy(index, span) for span in self._spans])
+            copies = self._copies[index]
+            held.append((copies.storage, copies.row_bytes))
+        if not columns:
+            return {}
+        counted = not self.has_items and all(map(_is_counted, self.leaves))
+        return {
+            span: Bundle(list(leaves), held, counted)
+            for span, leaves in zip(self._spans, zip(*columns, strict=True), strict=True)
+        }
+
+    def edit(self, index: int, edit: Edit) -> None:
+        """Take what a block changed in its copy of a leaf; ``flush`` writes it.
+
+        All edits of an event are written together: a copy of its own for each of many requests
+        takes longer than the model's own work.
+        """
+        if self._check is not None:
+            self._check(index, edit.value, edit.rows)
+        self._edits.setdefault(index, []).append(edit)
+
+    def flush(self) -> None:
+        """Write what blocks have changed in place into what the model goes on with."""
+        for index, edits in self._edits.items():
+            copies = self._copies.get(index)
+            all_of_them = copies is not None and copies.are_all(edits)
+            if self._is_models is not None and self._is_models(self.leaves[index]):
+                for edit in edits:
+                    self._replaced.setdefault(index, {})[edit.rows] = edit.value
+            elif copies is not None and all_of_them:
+                hull = Rows(self._low, self._high)
+                self._write(index, hull, copies.hull)
+            else:
+                for edit in edits:
+                    self._write(index, edit.rows, edit.value)
+            self._keep(index, edits, copies if all_of_them else None)
+        self._edits.clear()
+
+    def _keep(self, index: int, edits: Sequence[Edit], copies: Copies | None) -> None:
+        """Keep what was written for those who may write it again."""
+        if self.writes is None and all(edit.log is None or edit.log.full for edit in edits):
+            return
+        kept = None if copies is None else copies.cloned()
+        for edit in edits:
+            value = edit.value.clone() if kept is None else kept.rows(edit.rows)
+            self.keep(index, edit, value)
+
+    def keep(self, index: int, edit: Edit, value: torch.Tensor) -> None:
+        """Keep a value, which nobody changes any more, in the logs."""
+        if self.writes is not None:
+            self.writes.append(Put(index, edit.rows, value, edit.replace))
+        if edit.log is not None:
+            rows = edit.rows.stop - edit.rows.start
+            edit.log.add(edit.location, index, rows, value, replace=edit.replace)
+
+    def keeps(self, log: WriteLog | None) -> bool:
+        """Whether anybody keeps what is written."""
+        return self.writes is not None or (log is not None and not log.full)
 
     def put(self, index: int, rows: Rows, value: torch.Tensor, *, replace: bool) -> None:
         """Write a leaf's rows into what the model goes on with.
@@ -130,6 +193,9 @@ class Event:
         if replace:
             self._replaced.setdefault(index, {})[rows] = value
             return
+        self._write(index, rows, value)
+
+    def _write(self, index: int, rows: Rows, value: torch.Tensor) -> None:
         leaf = self.leaves[index]
         with torch.inference_mode(leaf.is_inference()):
             cut(leaf, self.axis(index), rows.start, rows.stop).copy_(value)
@@ -168,12 +234,42 @@ class Event:
         return Served(self, rows, self._build, snapshots, location, log)
 
 
+class Bundle(NamedTuple):
+    """One request's copies of all leaves.
+
+    Attributes:
+        held: the memory of each tensor's copy, and the bytes of a row in it.
+        counted: whether all leaves are tensors whose version counters tell of every edit.
+    """
+
+    leaves: list[Any]
+    held: Sequence[tuple[Storage, int]]
+    counted: bool
+
+
+_version_of = attrgetter("_version")
+
+
+def _is_counted(leaf: Any) -> bool:
+    """Whether a leaf's version counter tells of all edits; on a CPU numpy may share the memory."""
+    return isinstance(leaf, torch.Tensor) and not leaf.is_cpu
+
+
 class Served:
     """One event as one block sees it: its rows, and the way back for what it changes.
 
     Attributes:
         replaces: whether the block has given the model another tensor.
     """
+
+    # Here and not set for each: there may be thousands of them in a step, and most are only read.
+    _mine: list[Any] | None = None
+    _shown: Any = None
+    _versions: list[int] = []  # noqa: RUF012  # set when it is read
+    _assigned: Mapping[int, torch.Tensor] = MappingProxyType({})
+    _refused: Mapping[int, int] = MappingProxyType({})
+    _counted = False
+    replaces = False
 
     def __init__(
         self,
@@ -186,11 +282,6 @@ class Served:
     ):
         self._event, self._rows, self._build = event, rows, build
         self._snapshots, self._location, self._log = snapshots, location, log
-        self._mine: list[Any] | None = None
-        self._versions: list[int] = []
-        self._assigned: dict[int, torch.Tensor] = {}
-        self._refused: dict[int, int] = {}
-        self.replaces = False
 
     def read(self) -> Any:
         """The block's private copy; the same object at every read of this visit.
@@ -199,12 +290,27 @@ class Served:
             LimitExceededError: the block would hold too much.
         """
         if self._mine is None:
-            mine = [self._own(index) for index in range(len(self._event.leaves))]
-            self._snapshots.add(mine)
+            bundle = None if self._assigned else self._event.bundle(self._rows)
+            mine = self._read_leaves() if bundle is None else bundle.leaves
+            if bundle is not None:
+                self._snapshots.hold(bundle.held, self._rows.stop - self._rows.start)
+                self._counted = bundle.counted
             self._mine = mine
-            self._versions = [_version(leaf) for leaf in self._mine]
-            self._shown = self._build(self._mine)
+            self._versions = list(map(_version_of if self._counted else _version, mine))
+            self._shown = self._build(mine)
         return self._shown
+
+    @property
+    def is_as_read(self) -> bool:
+        """Whether it can be seen at once that the block has changed nothing."""
+        if self._mine is None:
+            return not self._assigned
+        return self._counted and list(map(_version_of, self._mine)) == self._versions
+
+    def _read_leaves(self) -> list[Any]:
+        mine = [self._own(index) for index in range(len(self._event.leaves))]
+        self._snapshots.add(mine)
+        return mine
 
     def expected(self) -> Any:
         """The value as the model has it, for this request: what a replacement must look like."""
@@ -256,7 +362,7 @@ class Served:
         with counting_edits():
             own = new.detach().to(live.device, live.dtype, copy=True)
         self._put(index, own, replace=True)
-        self._assigned[index] = own
+        self._assigned = {**self._assigned, index: own}
         if self._mine is None:
             return
         self._mine[index] = own
@@ -290,24 +396,22 @@ class Served:
             if isinstance(mine, torch.Tensor) and self._changed(index, mine)
         ]
         for index, mine in changed:
-            self._versions[index] = self._refused[index] = mine._version
+            self._versions[index] = mine._version
+            self._refused = {**self._refused, index: mine._version}
             self._refuse_shared(index, self._location.label(visit))
-            self._put(index, mine.detach(), replace=index in self._assigned)
-            del self._refused[index]
+            value = mine.detach() if mine.requires_grad else mine
+            self._put(index, value, replace=index in self._assigned)
+            self._refused = {i: v for i, v in self._refused.items() if i != index}
 
     def _put(self, index: int, value: torch.Tensor, *, replace: bool) -> None:
-        event, log = self._event, self._log
-        event.put(index, self._rows, value, replace=replace)
-        self.replaces = self.replaces or replace
-        logged = log is not None and not log.full
-        if not logged and event.writes is None:
+        event, edit = self._event, Edit(self._rows, value, self._location, replace, self._log)
+        if not replace:
+            event.edit(index, edit)
             return
-        kept = value.clone()  # the block may go on to change its own
-        if event.writes is not None:
-            event.writes.append(Put(index, self._rows, kept, replace))
-        if log is not None:
-            rows = self._rows.stop - self._rows.start
-            log.add(self._location, index, rows, kept, replace=replace)
+        self.replaces = True
+        event.put(index, self._rows, value, replace=True)
+        if event.keeps(self._log):
+            event.keep(index, edit, value.clone())  # the block may go on to change its own
 
     def _refuse_new_items(self, visit: int) -> None:
         own = {id(leaf) for leaf in self._mine or ()}
@@ -370,35 +474,11 @@ def _first_argument(arguments: tuple[tuple[Any, ...], dict[str, Any]], where: st
     )
 
 
-def counting_edits() -> AbstractContextManager[Any]:
-    """Leave the inference mode a block may be in: tensors made in it count no edits."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-
-
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equality that holds for NaN too."""
     return torch.equal(a, b) or torch.equal(
         a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
     )
-
-
-def row_axis(leaf: Any, sizes: Sequence[int]) -> int | None:
-    """The axis of a leaf that has one of the sizes, and so runs over rows; None if none does."""
-    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
-        return None
-    shape = leaf.shape
-    if shape and shape[0] in sizes:
-        return 0
-    if len(shape) >= 2 and shape[0] == 1 and shape[1] in sizes:
-        return 1
-    return None
-
-
-def cut(leaf: Any, axis: int | None, start: int, stop: int) -> Any:
-    """Rows of a tensor; the tensor itself where those are all it has."""
-    if axis is None or (start == 0 and stop == leaf.shape[axis]):
-        return leaf
-    return leaf.narrow(axis, start, stop - start)
 
 
 def _has_items(value: Any) -> bool:

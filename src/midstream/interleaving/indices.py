@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from midstream.interleaving.events import Rows
+from midstream.interleaving.copies import Rows
 from midstream.interleaving.structure import flatten
 
 Limit = Callable[[torch.nn.Module, str], int | None]

@@ -10,16 +10,18 @@ that call them are touched.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from midstream.errors import OutOfOrderError
 from midstream.interleaving.asking import Asking
-from midstream.interleaving.events import Check, Event, Rows, Served
+from midstream.interleaving.copies import Rows
+from midstream.interleaving.events import Check, Event, Served
 from midstream.interleaving.indices import IndexCheck, Limit
 from midstream.interleaving.locations import ENGINE_ORDER, SKIP, Location
+from midstream.interleaving.neutral import NEUTRAL
 from midstream.interleaving.notes import annotate
 from midstream.interleaving.order import Order
 from midstream.interleaving.recording import Recordings
@@ -46,6 +48,7 @@ class Interleaver:
         sources: the operations inside forwards.
         tapping: forwards that run as recorded ones.
         asking: what blocks may ask for.
+        around_calls: entered around each call of a module that a block makes itself.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Interleaver:
         self._in_turns = False  # whether a request has several blocks
         self._runs: Sequence[Run] = ()
         self._replays, self._logged = Replays(), False
+        self.around_calls: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.tapping, self.asking = Tapping(self), Asking(self)
         self.in_forward = False
         self.in_step = False
@@ -87,8 +91,9 @@ class Interleaver:
         self._in_turns = any(run.turn for run in runs)
         self._paused = False  # a block that was left while it called a module does not set it back
         try:
-            for run in runs:
-                self._begin(run)
+            with NEUTRAL if all(run.plain for run in runs) else nullcontext():
+                for run in runs:
+                    self._begin(run)
         finally:
             self.starting = False
             EXCHANGE.give(None)
@@ -155,6 +160,17 @@ class Interleaver:
             self.in_forward = self._logged = False
             self.replacing.restore()
             EXCHANGE.give(None)
+
+    def is_ahead(self, location: Location) -> bool:
+        """Whether a block may ask for a location, as far as can be seen at once; see `asking`."""
+        place = self.order.places.get(location)
+        return (
+            place is not None
+            and place > self.order.position
+            and self.in_step
+            and not self._skipping
+            and location.within is None
+        )
 
     def serve(self, location: Location, value: Any) -> Any:
         """Offer a recorded forward's value at a break; see ``hand_over``."""
@@ -256,8 +272,8 @@ class Interleaver:
             event = self._event(location, value, [rows[run] for run in together], sizes, check)
             if self.tapping.again.keeping:
                 event.writes = []
-            for run in together:
-                self._serve(run, location, event, rows[run])
+            self._serve_all(together, location, event, rows)
+            event.flush()
             self.tapping.again.keep(location, event)
             value = event.result()
         return value
@@ -321,27 +337,69 @@ class Interleaver:
             self._waiting[location] = hidden
         return [run for run in runs if run not in hidden]
 
+    def _serve_all(
+        self, runs: Sequence[Run], location: Location, event: Event, rows: Mapping[Run, Rows]
+    ) -> None:
+        """Serve those for whom the thread has to be prepared one by one, then the others."""
+        plain = [run for run in runs if run.plain]
+        for run in runs if len(plain) < len(runs) else ():
+            if not run.plain:
+                self._serve(run, location, event, rows[run])
+        if plain:
+            with NEUTRAL:
+                self._serve_plainly(plain, location, event, rows)
+
+    def _serve_plainly(
+        self, runs: Sequence[Run], location: Location, event: Event, rows: Mapping[Run, Rows]
+    ) -> None:
+        """As ``_serve`` for each, with what they have in common done once."""
+        known, logged = self.tapping.covers(location), self._logged
+        last: Location | None = None
+        line: list[Run] = []
+        for run in runs:
+            log = run.log if logged else None
+            served = event.serve(rows[run], run.snapshots, location, log)
+            run.place, run.served = location, served
+            if not known:
+                run.visited.add(location)
+            run.resume_plainly()
+            if not served.is_as_read:
+                self._settle(run, served)
+                if served.replaces:
+                    run.replaced.add(location)
+            run.place = run.served = None
+            wanted = run.wanted
+            if wanted is last and wanted is not None and not run.uses_source and not run.done:
+                line.append(run)
+            else:
+                self._after(run)
+                last, line = wanted, self._waiting.get(wanted, []) if wanted is not None else []
+
     def _serve(self, run: Run, location: Location, event: Event, rows: Rows) -> None:
         """Give one block its rows, let it execute, and take back what it changed."""
         served = event.serve(rows, run.snapshots, location, run.log if self._logged else None)
-        run.served = {location: served}
+        run.place, run.served = location, served
         run.visited.add(location)
         try:
             run.resume()
-            # a block that catches the error of a write is still here, and may write again
-            for tries_left in reversed(range(_TRIES)):
-                error = _settled(served, run)
-                if error is None:
-                    break
-                run.resume(error) if tries_left and not run.done else run.fail(error)
+            self._settle(run, served)
         finally:
-            run.served = {}
+            run.place = run.served = None
             if served.replaces:
                 run.replaced.add(location)
         self._after(run)
 
+    def _settle(self, run: Run, served: Served) -> None:
+        """Take back what a block has changed; the error of a write that fails is the block's."""
+        # a block that catches the error of a write is still here, and may write again
+        for tries_left in reversed(range(_TRIES)):
+            error = _settled(served, run)
+            if error is None:
+                break
+            run.resume(error) if tries_left and not run.done else run.fail(error)
+
     def _turn(self, run: Run) -> None:
-        run.resume()
+        run.resume_plainly() if run.plain and NEUTRAL.entered else run.resume()
         self._after(run)
 
     def _after(self, run: Run) -> None:
@@ -349,6 +407,10 @@ class Interleaver:
             self._wait(run, run.wanted)
 
     def _wait(self, run: Run, location: Location) -> None:
+        waiting = self._waiting.get(location)
+        if waiting and not run.uses_source:  # what is to be done for the location has been done
+            waiting.append(run)
+            return
         self._waiting.setdefault(location, []).append(run)
         if run.uses_source and location not in ENGINE_ORDER:
             self.sources.wanted.update(self.order.paths(location))
@@ -363,7 +425,8 @@ class Interleaver:
         """Let modules run untraced, for a call that a block makes itself."""
         before, self._paused = self._paused, True
         try:
-            yield
+            with self.around_calls():
+                yield
         finally:
             self._paused = before
 

@@ -57,6 +57,18 @@ def _autocast_dtypes() -> tuple[torch.dtype, torch.dtype]:
     return torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
 
 
+class BlockGuard:
+    """The modes that a block has at first: no gradients, no inference mode."""
+
+    def __enter__(self) -> None:
+        self._guard = _InferenceMode(False)
+        self._guard.__enter__()
+        _set_grad(False)
+
+    def __exit__(self, *exc: object) -> None:
+        self._guard.__exit__(None, None, None)
+
+
 class BlockModes:
     """The modes one block left behind at its last switch, to be there again at the next.
 
@@ -70,11 +82,10 @@ class BlockModes:
         self._function_modes: list[Any] = []
         self._dispatch_modes: list[Any] = []
         self._guards: list[AbstractContextManager[Any]] = []
+        self._guard = BlockGuard()
 
     def __enter__(self) -> None:
-        self._guard = _InferenceMode(False)
         self._guard.__enter__()
-        _set_grad(False)
         self._entry = _flags()
         if self._left is not None:
             self._restore_block()
@@ -85,7 +96,7 @@ class BlockModes:
             self._left = None
         else:
             self._restore_engine(left)
-        self._guard.__exit__(None, None, None)
+        self._guard.__exit__()
 
     def _restore_block(self) -> None:
         """Put the thread back into what the block had when it was last left."""

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from greenlet import getcurrent
 
 from midstream.errors import MidstreamWarning, UnsupportedError
 from midstream.interleaving.locations import Location
@@ -69,7 +70,10 @@ class Node:
             OutOfOrderError: the step has passed the module, or ends without calling it.
             NotInTraceError: outside a running block.
         """
-        return self._tree.run(self, "output").at(self._leave).read()
+        run = getattr(getcurrent(), "block_run", None)  # a visit has no time for more
+        if run is None:
+            run = self._tree.run(self, "output")
+        return run.at(self._leave).read()
 
     @output.setter
     def output(self, value: Any) -> None:

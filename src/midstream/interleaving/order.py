@@ -15,6 +15,7 @@ class Order:
 
     Attributes:
         places: the place of each location that is known; a later one is greater.
+        position: the place that the step has got to.
         known: whether the order of modules is known.
         learning: whether this step shows it.
         charting: whose operations the call under way shows the order of.
@@ -27,13 +28,13 @@ class Order:
         self.known = self.learning = False
         self.charting: str | None = None
         self.current: Location | None = None
-        self._position = -1
+        self.position = -1
         self._passed: set[Location] = set()
         self._around: dict[Location, list[str]] = {}
 
     def begin_step(self) -> None:
         """A forward begins."""
-        self._position, self.current = -1, None
+        self.position, self.current = -1, None
         self._passed.clear()
 
     def finish_step(self, *, learned: bool) -> None:
@@ -44,7 +45,7 @@ class Order:
     @property
     def has_sampled(self) -> bool:
         """Whether the step's tokens have been drawn."""
-        return self._position >= ENGINE_ORDER[SAMPLES]
+        return self.position >= ENGINE_ORDER[SAMPLES]
 
     def reach(self, location: Location) -> None:
         """The step has got to a location."""
@@ -54,7 +55,7 @@ class Order:
         if index is None:  # a module the first step did not call: its place in the order is unknown
             self._passed.add(location)
         else:
-            self._position = max(self._position, index)
+            self.position = max(self.position, index)
 
     def _learn(self, location: Location) -> int | None:
         """The place of a location met for the first time; None where this step does not show it.
@@ -65,7 +66,7 @@ class Order:
         if location.within is None:
             index = len(self.places) << 20 if self.learning else None
         else:
-            index = self._position + 2 if location.within == self.charting else None
+            index = self.position + 2 if location.within == self.charting else None
         if index is not None:
             self.places[location] = index
         return index
@@ -75,7 +76,7 @@ class Order:
         index = ENGINE_ORDER.get(location, self.places.get(location))
         if index is None:  # wherever it is, it comes before what it is part of has ended
             index = self._end_of(location.within) - 1
-        return location in self._passed or index <= self._position
+        return location in self._passed or index <= self.position
 
     def _end_of(self, owner: str | None) -> int:
         """Position at which a module or operation ends; None is the whole forward."""
@@ -115,11 +116,11 @@ class Order:
         entry = self.entry_of(owner)
         if entry == self.current:
             return False
-        return entry in self._passed or self.places.get(entry, self._position) < self._position
+        return entry in self._passed or self.places.get(entry, self.position) < self.position
 
     def is_at(self, location: Location) -> bool:
         """Whether nothing behind a location, whose place is known, has been reached."""
-        return self.places.get(location) == self._position
+        return self.places.get(location) == self.position
 
     def paths(self, location: Location) -> list[str]:
         """The location's module, and those whose call is under way when it is reached.

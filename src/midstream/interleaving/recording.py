@@ -7,16 +7,19 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from midstream.interleaving.caches import Cache
-from midstream.interleaving.events import Rows, counting_edits, cut, row_axis
+from midstream.errors import LimitExceededError
+from midstream.interleaving.batches import Call, Form, Kept, Share, Sheet
+from midstream.interleaving.caches import Cache, Values
+from midstream.interleaving.copies import Rows
 from midstream.interleaving.locations import Location
 from midstream.interleaving.node import Node, Tree
 from midstream.interleaving.snapshots import Snapshots
-from midstream.interleaving.structure import PLAIN, flatten
+from midstream.interleaving.structure import flatten
 
 if TYPE_CHECKING:
     from midstream.interleaving.run import Run
@@ -40,6 +43,16 @@ class Wanted:
     dtype: torch.dtype | None = None
     non_blocking: bool = False
 
+    @property
+    def form(self) -> Form:
+        """In what form values are kept."""
+        return Form(self.device, self.dtype, self.non_blocking)
+
+    @cached_property
+    def locations(self) -> frozenset[Location]:
+        """What is recorded."""
+        return frozenset(Location(path, side) for path in self.paths for side in self.sides)
+
 
 def open_cache(run: Run, tree: Tree, modules: Any, wanted: dict[str, Any]) -> Cache:
     """Begin to record for a block, in this step and all later ones of its request.
@@ -59,7 +72,7 @@ def open_cache(run: Run, tree: Tree, modules: Any, wanted: dict[str, Any]) -> Ca
             f"{where}: what the model has passed cannot be recorded any more."
         )
     paths = _paths(tree, modules)
-    cache = Cache(aliases=_aliases(tree, paths))
+    cache = Cache({}, _aliases(tree, paths))
     run.recorders.append(Recorder(cache, Wanted(tuple(paths), **wanted), run.snapshots))
     return cache
 
@@ -106,76 +119,149 @@ def _aliases(tree: Tree, paths: Iterable[str]) -> dict[str, str]:
     return {name: path for name, path in tree.other_names.items() if path in around}
 
 
+class Unseen:
+    """What has been recorded into a cache and nobody has looked at. It dies with the cache."""
+
+    def __init__(self, snapshots: Snapshots):
+        self._snapshots = snapshots
+        self.shares: list[Share] = []
+
+    def move_to(self, visits: Values) -> None:
+        """Put it where it is read.
+
+        Raises:
+            LimitExceededError: the block would hold too much.
+        """
+        if self.shares:
+            self._snapshots.add(
+                leaf for value in self._moved_to(visits) for leaf in flatten(value)[0]
+            )
+
+    def settle(self, visits: Values) -> None:
+        """Put it where it is read, when no block reads any more."""
+        self._moved_to(visits)
+
+    def _moved_to(self, visits: Values) -> list[Any]:
+        shares = self.shares
+        found = [each for share in shares for each in share.unseen]
+        found.sort(key=lambda each: each[0].number)  # a step may have filled several sheets
+        _wait_for(kept for kept, _ in found)
+        values = [kept.value(place) for kept, place in found]  # may fail: nothing has moved yet
+        for share in shares:
+            share.take()
+        self.shares = [share for share in shares if not share.is_used_up]
+        for (kept, _), value in zip(found, values, strict=True):
+            path, side, _ = kept.location
+            sides = visits.setdefault(path, {})
+            sides.setdefault("inputs" if side == "input" else side, []).append(value)
+        return values
+
+
+def _wait_for(several: Iterable[Kept]) -> None:
+    """Wait for copies that are under way."""
+    late = [kept for kept in several if kept.under_way]
+    if late:
+        torch.cuda.synchronize()
+    for kept in late:
+        kept.under_way = False
+
+
 class Recorder:
     """Fills one cache, for as long as the block, or its caller, can still read it."""
 
     def __init__(self, cache: Cache, wanted: Wanted, snapshots: Snapshots):
-        self._cache, self._wanted = weakref.ref(cache), wanted
-        self._snapshots = snapshots
-        self._pending = False
-        if wanted.non_blocking:
-            cache._settle = self.settle  # type: ignore[assignment]
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The modules it records."""
-        return self._wanted.paths
-
-    @cached_property
-    def locations(self) -> frozenset[Location]:
-        """What it records."""
-        return frozenset(
-            Location(path, side) for path in self._wanted.paths for side in self._wanted.sides
-        )
+        unseen = Unseen(snapshots)
+        cache._follow(unseen)
+        self._cache, self._unseen = weakref.ref(cache), weakref.ref(unseen)
+        self.wanted, self.snapshots = wanted, snapshots
 
     @property
     def open(self) -> bool:
         """Whether somebody holds the cache."""
         return self._cache() is not None
 
-    def take(self, location: Location, value: Any, rows: Rows, sizes: Sequence[int]) -> None:
-        """Keep a copy of one request's rows.
-
-        Args:
-            value: what the module was called with (``(args, kwargs)``) or returned.
-            sizes: lengths along which a tensor counts as one row a token.
-
-        Raises:
-            LimitExceededError: the block would hold too much.
-        """
-        cache = self._cache()
-        if cache is None or location.side not in self._wanted.sides:
-            return
-        leaves, build = flatten(value)
-        copies = [self._kept(leaf, rows, sizes) for leaf in leaves]
-        self._snapshots.add(copies)
-        kept = build(copies)
-        side = "inputs" if location.side == "input" else location.side
-        cache.visits.setdefault(location.path, {}).setdefault(side, []).append(kept)
-
-    def _kept(self, leaf: Any, rows: Rows, sizes: Sequence[int]) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf if isinstance(leaf, PLAIN) else None
-        wanted = self._wanted
-        own = cut(leaf, row_axis(leaf, sizes), rows.start, rows.stop).detach()
-        beside = wanted.non_blocking and own.is_cuda
-        self._pending |= beside
-        with counting_edits():
-            return own.to(
-                device=wanted.device or own.device,
-                dtype=wanted.dtype if wanted.dtype and own.is_floating_point() else own.dtype,
-                non_blocking=beside,
-                copy=True,
-            )
+    def expect(self, share: Share) -> None:
+        """Take part in what a sheet is going to keep."""
+        unseen = self._unseen()
+        if unseen is not None:
+            unseen.shares.append(share)
 
     def settle(self) -> None:
-        """Wait for copies that are under way."""
-        if self._pending:
-            torch.cuda.synchronize()
-            self._pending = False
+        """Put all that was recorded into the cache, which is to leave the engine."""
+        cache, unseen = self._cache(), self._unseen()
+        if cache is not None and unseen is not None:
+            unseen.settle(cache.__dict__["visits"])
 
 
-class Recordings(dict[str, list["tuple[Run, Recorder]"]]):
+class Member(NamedTuple):
+    """Who records."""
+
+    run: Run
+    recorder: Recorder
+
+
+class Batch:
+    """Caches that are filled with the same copies, for some locations of a step.
+
+    Args:
+        members: in the order of their rows.
+    """
+
+    def __init__(self, members: Sequence[Member], rows: Mapping[Run, Rows], form: Form):
+        spans = [rows[member.run] for member in members]
+        self._sheet, self._rows, self._form = Sheet(spans, form), rows, form
+        self._members: list[tuple[Member, Share]] = []
+        self._counted = 0  # bytes of the largest member that its block's limit knows of
+        for member, span, place in zip(members, spans, self._sheet.spans.places, strict=True):
+            share = Share(self._sheet, place, span.stop - span.start)
+            member.recorder.expect(share)
+            self._members.append((member, share))
+        self._grain = min(member.recorder.snapshots.grain for member in members)
+
+    def keep(self, location: Location, number: int, call: Call) -> None:
+        """Copy the members' rows of a value."""
+        if not any(member.recorder.open for member, _ in self._members):
+            return
+        self._sheet.add(location, number, call)
+        size = self._sheet.bytes_of(self._sheet.spans.most)
+        if size - self._counted > self._grain:
+            self._counted = size
+            self._count()
+
+    def alone(self) -> list[Batch]:
+        """The members one by one; none if it has only one."""
+        members = self._members if len(self._members) > 1 else ()
+        return [Batch([member], self._rows, self._form) for member, _ in members]
+
+    def fail(self, error: Exception) -> None:
+        """Let the members' blocks fail."""
+        for member, _ in self._members:
+            member.run.fail(error)
+
+    def end(self) -> None:
+        """The step has ended."""
+        self._sheet.ended = True
+        self._count()
+
+    def _count(self) -> None:
+        for each in list(self._members):
+            member, share = each
+            try:
+                share.count(member.recorder.snapshots)
+            except LimitExceededError as error:
+                self._members.remove(each)
+                member.run.fail(error)
+
+
+class Group(NamedTuple):
+    """Blocks that record the same in the same form."""
+
+    wanted: Wanted
+    members: list[Member]
+    runs: list[Run]
+
+
+class Recordings(dict[str, list[Group]]):
     """The recorders of one step, by the path of the module.
 
     Attributes:
@@ -185,23 +271,45 @@ class Recordings(dict[str, list["tuple[Run, Recorder]"]]):
     def __init__(self) -> None:
         super().__init__()
         self.locations: set[Location] = set()
+        self._groups: dict[Wanted, Group] = {}
+        self._numbers = count()
+        self._begin_phase({})
+        self._begun: list[Batch] = []
+
+    def _begin_phase(self, rows: Mapping[Run, Rows]) -> None:
+        self._rows = rows
+        self._batches: dict[Any, list[Batch]] = {}
 
     def clear(self) -> None:
         """The step has ended."""
+        begun, self._begun = self._begun, []
+        for batch in begun:
+            batch.end()
         super().clear()
         self.locations.clear()
+        self._groups.clear()
+        self._begin_phase({})
 
     def add(self, run: Run) -> None:
         """Take in what a block records."""
         for recorder in run.recorders:
-            run.visited |= recorder.locations
-            self.locations |= recorder.locations
-            for path in recorder.paths:
-                self.setdefault(path, []).append((run, recorder))
+            wanted = recorder.wanted
+            group = self._groups.get(wanted) or self._new_group(wanted)
+            group.members.append(Member(run, recorder))
+            group.runs.append(run)
+            run.visited |= group.wanted.locations
+
+    def _new_group(self, wanted: Wanted) -> Group:
+        group = self._groups[wanted] = Group(wanted, [], [])
+        self.locations |= wanted.locations
+        for path in wanted.paths:
+            self.setdefault(path, []).append(group)
+        return group
 
     def runs(self, path: str) -> list[Run]:
         """The blocks that record a module."""
-        return [run for run, _ in self[path]]
+        groups = self[path]
+        return groups[0].runs if len(groups) == 1 else [run for each in groups for run in each.runs]
 
     def keep(
         self,
@@ -211,16 +319,71 @@ class Recordings(dict[str, list["tuple[Run, Recorder]"]]):
         sizes: Sequence[int],
         hidden: Collection[Run] = (),
     ) -> None:
-        """Let the recorders take a value.
+        """Let the recorders take a value: copied once for all that want it in the same form.
 
         Args:
             rows, sizes: as in ``Interleaver.phase``.
             hidden: blocks for whose request the module did not run.
         """
-        for run, recorder in self[location.path]:
-            if run in hidden:
-                continue
-            try:
-                recorder.take(location, value, rows[run], sizes)
-            except Exception as error:  # noqa: BLE001  # no memory left is the block's error, never the engine's
-                run.fail(error)
+        groups = [group for group in self[location.path] if location.side in group.wanted.sides]
+        if groups:
+            call = Call.of(value, sizes)
+            for batch in self._of(groups, rows, hidden):
+                self._keep(batch, location, call)
+
+    def _keep(self, batch: Batch, location: Location, call: Call) -> None:
+        try:
+            batch.keep(location, next(self._numbers), call)
+        except Exception as error:  # noqa: BLE001  # no memory left is the block's error, never the engine's
+            several = self._begin(batch.alone())
+            for one in several:
+                self._keep(one, location, call)
+            if not several:
+                batch.fail(error)
+
+    def _of(
+        self, groups: Sequence[Group], rows: Mapping[Run, Rows], hidden: Collection[Run]
+    ) -> list[Batch]:
+        """The batches of some groups, without the hidden blocks."""
+        if rows is not self._rows:
+            self._begin_phase(rows)
+        key = (*map(id, groups), frozenset(hidden))
+        if key not in self._batches:
+            self._batches[key] = self._begin(list(_batches(groups, rows, hidden)))
+        return self._batches[key]
+
+    def _begin(self, batches: list[Batch]) -> list[Batch]:
+        self._begun += batches
+        return batches
+
+
+def _batches(
+    groups: Iterable[Group], rows: Mapping[Run, Rows], hidden: Collection[Run]
+) -> Iterable[Batch]:
+    forms: dict[Form, list[Member]] = {}
+    for group in groups:
+        seeing = [member for member in group.members if member.run not in hidden]
+        forms.setdefault(group.wanted.form, []).extend(seeing)
+    for form, members in forms.items():
+        for several in _together(members, rows):
+            yield Batch(several, rows, form)
+
+
+def _together(members: list[Member], rows: Mapping[Run, Rows]) -> Iterable[list[Member]]:
+    """Members that may share copies.
+
+    Not those with the same rows: what is written into one cache must not be in another. And not
+    those with far more or fewer rows: copies live until the last member is done with them, so that
+    one token of one request would keep another's whole prompt.
+    """
+    found: dict[int, list[list[Member]]] = {}
+    for member in sorted(members, key=lambda member: rows[member.run].start):
+        span = rows[member.run]
+        alike = found.setdefault((span.stop - span.start).bit_length(), [])
+        for several in alike:
+            if rows[several[-1].run].stop <= span.start:
+                several.append(member)
+                break
+        else:
+            alike.append([member])
+    return [several for alike in found.values() for several in alike]

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from midstream.interleaving.events import Event, Rows, cut
+from midstream.interleaving.copies import Rows, cut
+from midstream.interleaving.events import Event
 from midstream.interleaving.locations import SKIP, Location
 
 

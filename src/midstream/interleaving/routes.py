@@ -8,7 +8,7 @@ prepares for it has to serve a block that does something else right, too.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -45,11 +45,13 @@ class Route:
     """What one code has needed so far.
 
     Attributes:
-        preparable: whether all of it can be prepared.
+        seen: all locations it has met, those behind the forward too.
+        preparable: whether all that it needs can be prepared.
         wrong: how often it has asked for something else than what was prepared.
     """
 
     needs: Needs = field(default_factory=Needs)
+    seen: set[Location] = field(default_factory=set)
     preparable: bool = True
     wrong: int = 0
 
@@ -58,12 +60,25 @@ class Route:
         """Whether there is a guess, and it is worth preparing for."""
         return self.preparable and self.wrong < MOST_WRONG
 
-    def learn(self, visited: Collection[Location], replaced: Collection[Location]) -> None:
-        """Take in what was needed in a step."""
-        locations, kept = self.needs
-        if not (locations.issuperset(visited) and kept.issuperset(replaced)):
-            self.needs = Needs(locations.union(visited), kept.union(replaced))
-            self.preparable = all(map(_can_be_prepared, self.needs.locations))
+    def learn(
+        self,
+        visited: Set[Location],
+        replaced: Set[Location],
+        is_behind: Callable[[Location], bool],
+    ) -> None:
+        """Take in what was met in a step.
+
+        Args:
+            is_behind: whether a location is behind the forward, where nothing is prepared.
+        """
+        if self.seen >= visited and self.needs.replaced >= replaced:
+            return
+        self.seen |= visited
+        self.needs = Needs(
+            frozenset(location for location in self.seen if not is_behind(location)),
+            self.needs.replaced.union(replaced),
+        )
+        self.preparable = all(map(_can_be_prepared, self.needs.locations))
 
 
 class Routes:
@@ -72,16 +87,14 @@ class Routes:
     def __init__(self) -> None:
         self._by_code: OrderedDict[str, Route] = OrderedDict()
 
-    def learn(
-        self, code: str, visited: Collection[Location], replaced: Collection[Location]
-    ) -> None:
-        """Take in what a block of a code has met of a forward in the step that ends."""
+    def of(self, code: str) -> Route:
+        """The route of a code, to learn more of it."""
         route = self._by_code.get(code)
         if route is None:
             route = self._by_code[code] = Route()
             if len(self._by_code) > MOST_CODES:
                 self._by_code.popitem(last=False)
-        route.learn(visited, replaced)
+        return route
 
     def count_wrong(self, code: str | None) -> None:
         """Note that a block of a code has asked for something that was not prepared."""

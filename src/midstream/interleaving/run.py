@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from _thread import get_ident
 from collections.abc import Callable
+from contextlib import nullcontext
 from time import monotonic
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import greenlet
+from greenlet import getcurrent
 
 from midstream.errors import LimitExceededError, NotInTraceError, OutOfOrderError
 from midstream.interleaving.frames import user_frame, user_line
 from midstream.interleaving.generators import Exchange, Generators
 from midstream.interleaving.locations import Location
 from midstream.interleaving.modes import BlockModes
+from midstream.interleaving.neutral import NEUTRAL
 from midstream.interleaving.notes import advise
 from midstream.interleaving.printing import Notice, Output
 from midstream.interleaving.snapshots import Snapshots
@@ -112,10 +116,11 @@ class Run:
         recorders: what is recorded for the block, until its request ends.
         error: what the block raised, if it did.
         code: what its code is known by; None until it executes.
+        plain: whether it does nothing but compute, so that no mode, stream or generator of the
+            thread has to be exchanged around its visits.
         visited: locations that it has met in this step.
         replaced: those of them where it has given the model another tensor.
         uses_source: whether the block may ask for operations inside a forward.
-        marks: where in the user's code the last value was asked for, for error texts.
         snapshots: the values it was given and still holds.
         log: keeps what it writes, if its request may be run anew.
         clock: how long the engine's blocks have been executing.
@@ -145,7 +150,8 @@ class Run:
         self.turn = 0
         self.context: Any = None
         self.wanted: Location | None = None
-        self.served: dict[Location, Served] = {}
+        self.place: Location | None = None
+        self.served: Served | None = None
         self.error: BaseException | None = None
         self.awaited: int | None = None
         self.gets_result = True
@@ -157,16 +163,22 @@ class Run:
         self.recorders: list[Recorder] = []
         self._abandoned = False
         self.code: str | None = None
+        self.plain = False
         self.visited: set[Location] = set()
         self.replaced: set[Location] = set()
         self.uses_source = False
-        self.marks: Mark | None = None
+        self._marked: tuple[Location, CodeType | None, int] | None = None
         self.snapshots = snapshots or Snapshots()
         self.log = log
         self.clock = clock or Clock()
         self.seconds = 0.0
         self.overrun: LimitExceededError | None = None
         self.attempts, self.next_attempt, self.interrupted = 0, 0.0, False
+
+    @property
+    def marks(self) -> Mark | None:
+        """Where in the user's code the last value was asked for, for error texts."""
+        return None if self._marked is None else Mark(*self._marked)
 
     @property
     def done(self) -> bool:
@@ -199,7 +211,39 @@ class Run:
         if self.overrun is not None:
             self.fail(self.overrun)
 
+    def resume_plainly(self) -> None:
+        """As ``resume``, for a plain block while the thread is as all blocks find it at first.
+
+        What others do in several functions is here in one: a step may have thousands of visits.
+        """
+        block, clock = self._greenlet, self.clock
+        late = self.seconds > clock.block or clock.in_step > clock.step
+        if late or self.overrun is not None or self.done:
+            self.resume()
+            return
+        current = getcurrent()
+        if block.parent is not current:
+            block.parent = current
+        self.wanted = None
+        clock.thread, clock.started = get_ident(), monotonic()
+        try:  # in this order, see `watchdog`
+            clock.run = self
+            if WATCHDOG.rests:
+                WATCHDOG.wake()
+            block.switch()
+        except TimeUp:  # arrived as the block gave control back
+            pass
+        finally:
+            clock.run = None
+        self._count_time(clock)
+        if self.overrun is not None:
+            self.fail(self.overrun)
+
     def _visit(self, error: BaseException | None) -> None:
+        with NEUTRAL.left() if NEUTRAL.entered else nullcontext():
+            self._visit_with_exchange(error)
+
+    def _visit_with_exchange(self, error: BaseException | None) -> None:
         self._greenlet.parent = greenlet.getcurrent()
         self.wanted = None
         if self._generators is None:
@@ -228,6 +272,9 @@ class Run:
             pass
         finally:
             clock.run = None
+        self._count_time(clock)
+
+    def _count_time(self, clock: Clock) -> None:
         if clock.fired:
             try:
                 clock.disarm()
@@ -359,19 +406,20 @@ class Run:
         Raises:
             OutOfOrderError: this step has passed the location, or ended without it.
         """
-        served = self.served.get(location)
-        if served is None:
-            served = self._wait(location)
-        return served
+        if location == self.place and self.served is not None:
+            return self.served
+        return self._wait(location)
 
     def _wait(self, location: Location) -> Served:
-        frame = user_frame()
+        frame = user_frame(sys._getframe(2))
         code, at = (frame.f_code, frame.f_lasti) if frame is not None else (None, 0)
         del frame  # it would keep the block's variables alive while the block waits
         if self.interleaver is None:
             raise NotInTraceError(f"{location.label(self.visit)} was asked for outside a forward.")
-        self.interleaver.asking.check(self, location)
+        if not self.interleaver.is_ahead(location):
+            self.interleaver.asking.check(self, location)
         self.wanted = location
         self._park()
-        self.marks = Mark(location, code, at)
-        return self.served[location]
+        self._marked = (location, code, at)
+        assert self.served is not None
+        return self.served

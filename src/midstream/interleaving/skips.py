@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from midstream.errors import NotInTraceError, OutOfOrderError
-from midstream.interleaving.events import Rows, row_axis
+from midstream.interleaving.copies import Rows, row_axis
 from midstream.interleaving.locations import SKIP, Location
 from midstream.interleaving.structure import PLAIN, describe, flatten, same_shape
 

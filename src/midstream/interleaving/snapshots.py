@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
 from midstream.errors import LimitExceededError
+
+Storage: TypeAlias = "weakref.ref[Any]"
 
 _FEW = 1000  # copies; so many are looked through in no time
 
@@ -27,7 +29,7 @@ class Snapshots:
     def __init__(self, limit: float = math.inf):
         self._limit = limit
         self._bytes = 0
-        self._held: list[tuple[weakref.ref[Any], int]] = []
+        self._held: list[tuple[Storage, int]] = []
         self._look_at = _FEW
 
     def add(self, leaves: Iterable[Any]) -> None:
@@ -40,6 +42,44 @@ class Snapshots:
             if isinstance(leaf, torch.Tensor):
                 self._held.append((weakref.ref(leaf.untyped_storage()), leaf.nbytes))
                 self._bytes += leaf.nbytes
+        self._check()
+
+    def hold(self, held: Sequence[tuple[Storage, int]], rows: int) -> None:
+        """Count some rows of copies, as ``add`` does.
+
+        Args:
+            held: their memory, and the bytes of a row in each.
+        """
+        for storage, row_bytes in held:
+            self._held.append((storage, row_bytes * rows))
+            self._bytes += row_bytes * rows
+        if self._bytes > self._limit or len(self._held) > self._look_at:
+            self._check()
+
+    def hold_while(self, holder: Any, size: int) -> None:
+        """Count something for as long as an object lives.
+
+        Args:
+            size: bytes.
+
+        Raises:
+            LimitExceededError: the block would hold too much; it is not counted then.
+        """
+        self._held.append((weakref.ref(holder), size))
+        self._bytes += size
+        try:
+            self._check()
+        except LimitExceededError:
+            self._held.pop()
+            self._bytes -= size
+            raise
+
+    @property
+    def grain(self) -> float:
+        """Bytes so few, beside the limit, that they may be counted a little later."""
+        return self._limit / 64
+
+    def _check(self) -> None:
         if self._bytes > self._limit or len(self._held) > self._look_at:
             self._forget()
         if self._bytes > self._limit:

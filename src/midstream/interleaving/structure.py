@@ -13,6 +13,9 @@ PLAIN = (type(None), bool, int, float, str)
 """Leaves that are the same object or an equal one wherever they turn up."""
 
 
+_NESTED = (tuple, list, dict)
+
+
 def flatten(value: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
     """Take nested tuples, lists and dicts apart.
 
@@ -22,6 +25,9 @@ def flatten(value: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
     """
     if isinstance(value, torch.Tensor) or value is None:
         return [value], _only
+    kind = type(value)
+    if (kind is tuple or kind is list) and not any(isinstance(item, _NESTED) for item in value):
+        return list(value), kind
     leaves: Leaves = []
     build = _take(value, leaves)
     return leaves, lambda new: build(iter(new))

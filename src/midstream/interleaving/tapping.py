@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from midstream.interleaving.again import Again
-from midstream.interleaving.events import Rows
+from midstream.interleaving.copies import Rows
 from midstream.interleaving.locations import Location
 from midstream.interleaving.routes import Needs, Routes
 from midstream.interleaving.run import Run
@@ -53,8 +53,7 @@ class Tapping:
         behind = self._interleaver.order.is_behind_forward
         for run in runs:
             if run.visit and run.code is not None:
-                visited = [location for location in run.visited if not behind(location)]
-                self.routes.learn(run.code, visited, run.replaced)
+                self.routes.of(run.code).learn(run.visited, run.replaced, behind)
 
     @contextmanager
     def phase(
@@ -76,6 +75,10 @@ class Tapping:
     def is_under_way(self) -> bool:
         """Whether a recorded forward runs."""
         return self._tapped is not None
+
+    def covers(self, location: Location) -> bool:
+        """Whether a recorded forward runs that has a break for a location."""
+        return self._tapped is not None and location in self._tapped.needs.locations
 
     def expect(self, location: Location) -> None:
         """Note that a block waits for a location in a recorded forward."""

@@ -93,6 +93,7 @@ class Compiled:
             the name is midstream's is known at capture only.
         calls: its calls of methods of a name.
         attributes: for outside names used as ``name.attribute`` only, those attributes.
+        plain: whether, given plain values, it does nothing but compute; see ``plain``.
     """
 
     code: CodeType
@@ -101,6 +102,7 @@ class Compiled:
     bare_calls: tuple[tuple[str, int], ...] = ()
     calls: tuple[Call, ...] = ()
     attributes: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    plain: bool = False
 
 
 @dataclass

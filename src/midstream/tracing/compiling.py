@@ -13,6 +13,7 @@ from midstream.errors import BlockSyntaxError
 from midstream.tracing.block import Call, Code, Compiled
 from midstream.tracing.mangling import mangle
 from midstream.tracing.names import outside_reads
+from midstream.tracing.plain import is_plain
 from midstream.tracing.rewriting import find_saves, flatten, rewrite_saves
 from midstream.tracing.saves import HELPER_NAMES
 
@@ -53,6 +54,7 @@ def compile_code(code: Code) -> Compiled:
     try:
         body = flatten(parse_block(code).body)
         mangle(body, code.class_name)
+        plain = is_plain(ast.Module(body=body, type_ignores=[]))
         saves = find_saves(body)
         module = ast.Module(body=rewrite_saves(body, saves.names), type_ignores=[])
         with quietly():
@@ -69,6 +71,7 @@ def compile_code(code: Code) -> Compiled:
         functions,
         find_calls(module),
         _attributes(module, reads),
+        plain,
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from midstream.errors import InterventionError, OutOfOrderError, SourceNotAvailableError
-from midstream.interleaving.events import Rows
+from midstream.interleaving.copies import Rows
 from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.node import Tree
 from midstream.interleaving.run import Run

@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from midstream.errors import MidstreamError
-from midstream.interleaving.events import Rows
+from midstream.interleaving.copies import Rows
 from midstream.interleaving.locations import LOGITS, SAMPLES
 from midstream.interleaving.replays import Replay
 from midstream.interleaving.routes import Needs
@@ -83,6 +83,7 @@ class BlockRunner:
         )
         self.statistics = Statistics()
         self._kernels = EagerKernels(self.model, self.vllm_config)
+        self.blocks.interleaver.around_calls = self._kernels
         self._active: dict[str, list[Run]] = {}
         self._replays: dict[str, list[Replay]] = {}
         self._eager = False
@@ -197,10 +198,7 @@ class BlockRunner:
         assert self.graphs is not None
         interleaver, (tapped, recorded) = self.blocks.interleaver, self._graph
         try:
-            with (
-                interleaver.tapping.phase(tapped, self._rows, self._sizes),
-                self._kernels(),
-            ):
+            with interleaver.tapping.phase(tapped, self._rows, self._sizes):
                 value = recorded.replay(forward, inputs)
             self.graphs.counts.replays += 1
             return value
@@ -416,8 +414,8 @@ class BlockRunner:
         interleaver = self.blocks.interleaver
 
         def logits(*args: Any, **kwargs: Any) -> Any:
-            kernels = self._kernels() if self._eager else nullcontext()
-            with interleaver.phase(rows, sizes), kernels:
+            by_hand = self._eager and self._graph is None
+            with interleaver.phase(rows, sizes), self._kernels() if by_hand else nullcontext():
                 value = compute(*args, **kwargs)
             return interleaver.hand_over(LOGITS, value, rows, sizes)
 

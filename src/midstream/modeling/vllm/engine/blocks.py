@@ -14,6 +14,7 @@ from midstream.interleaving.run import Run
 from midstream.interleaving.snapshots import Snapshots
 from midstream.modeling.vllm.engine.commons import Common
 from midstream.modeling.vllm.engine.edits import InstalledEdit
+from midstream.modeling.vllm.engine.plain import is_plain
 from midstream.modeling.vllm.limits import check_saves
 from midstream.modeling.vllm.payloads import BlockError, BlockWarning, Print, Record
 from midstream.modeling.vllm.unsupported import gradients
@@ -70,7 +71,7 @@ class HostedBlock:
         self._block = self._common.opened.block(
             lambda name: self._host.resolve(name, stored), self._rest
         )
-        self.run.code = _digest(self._block)
+        self.run.code, self.run.plain = _digest(self._block), is_plain(self._block)
         execution = Execution(self._block, model=self._host.model, tracer=self._host.tracer)
         for name in self._keep:
             if name in execution.namespace:

@@ -30,6 +30,7 @@ class EagerKernels:
         compiled = config.compilation_config.mode != CompilationMode.NONE
         self._modules: list[Any] = []
         self._methods: list[Any] = []
+        self._on = False
         self._priority: Any = None
         if compiled and current_platform.is_cuda() and not _batch_invariant():
             self._modules = _switchable(root, config.compilation_config.custom_ops)
@@ -42,18 +43,20 @@ class EagerKernels:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Run a step with them."""
-        if self._priority is None:
+        if self._priority is None or self._on:
             yield
             return
         before = [module._forward_method for module in self._modules]
         with ExitStack() as stack:
             stack.enter_context(self._priority.set_priority())
+            self._on = True
             # into the instances' dictionaries: a module's own attribute setter takes microseconds
             for module, method in zip(self._modules, self._methods, strict=True):
                 module.__dict__["_forward_method"] = method
             try:
                 yield
             finally:
+                self._on = False
                 for module, method in zip(self._modules, before, strict=True):
                     module.__dict__["_forward_method"] = method
 

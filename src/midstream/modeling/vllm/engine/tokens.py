@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from midstream.interleaving.events import Rows
+from midstream.interleaving.copies import Rows
 
 
 class TokenCheck:

@@ -1,0 +1,271 @@
+"""Rows of several requests that are recorded together: copied once, cut when somebody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import torch
+
+from midstream.interleaving.copies import Rows, counting_edits, cut, row_axis
+from midstream.interleaving.locations import Location
+from midstream.interleaving.snapshots import Snapshots
+from midstream.interleaving.structure import PLAIN, Leaves, flatten
+
+
+class Form(NamedTuple):
+    """In what form values are kept; see ``Wanted``."""
+
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    non_blocking: bool = False
+
+    def made_of(self, tensor: torch.Tensor, *, copy: bool) -> torch.Tensor:
+        """The tensor in this form; ``copy`` even if it has it."""
+        return tensor.to(
+            device=self.device or tensor.device,
+            dtype=self.dtype if self.dtype and tensor.is_floating_point() else tensor.dtype,
+            non_blocking=self.is_beside(tensor),
+            copy=copy,
+        )
+
+    def is_beside(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is copied beside the forward, so that the copy has to be waited for."""
+        return self.non_blocking and tensor.is_cuda
+
+
+class Spans:
+    """Where the rows of several requests are, and the pieces that a copy of them is cut into.
+
+    They are copied with the rows between them, unless those are more than their own.
+
+    Args:
+        spans: in order, none overlapping another.
+
+    Attributes:
+        lengths: rows of each piece of a copy.
+        places: by request, which piece has its rows.
+        most: rows of the largest request.
+    """
+
+    def __init__(self, spans: Sequence[Rows]):
+        own = [span.stop - span.start for span in spans]
+        self._spans, self._low, self._high = spans, spans[0].start, spans[-1].stop
+        self._apart = self._high - self._low > 2 * sum(own)
+        self._indices: dict[torch.device, torch.Tensor] = {}
+        self.most, self.places = max(own), []
+        self.lengths: list[int] = []
+        at = self._low
+        for span, length in zip(spans, own, strict=True):
+            if span.start > at and not self._apart:
+                self.lengths.append(span.start - at)
+            self.places.append(len(self.lengths))
+            self.lengths.append(length)
+            at = span.stop
+
+    def copy(self, leaf: torch.Tensor, axis: int, form: Form) -> torch.Tensor:
+        """A copy of the requests' rows."""
+        if self._apart:
+            rows = leaf.detach().index_select(axis, self._index(leaf.device))
+            return form.made_of(rows, copy=False)
+        return form.made_of(cut(leaf.detach(), axis, self._low, self._high), copy=True)
+
+    def _index(self, device: torch.device) -> torch.Tensor:
+        if device not in self._indices:
+            rows = [row for span in self._spans for row in range(span.start, span.stop)]
+            self._indices[device] = torch.tensor(rows, dtype=torch.int64, device=device)
+        return self._indices[device]
+
+
+class Kept:
+    """What is kept of one call of a module, for several requests.
+
+    Args:
+        location: one side of the module.
+        number: place among all that is recorded in the engine.
+        call: what it was called with or returned.
+        spans, form: which rows are kept, and how.
+
+    Attributes:
+        under_way: whether the copies have to be waited for.
+        a_row, whole: bytes of one row, and of all that has no rows.
+    """
+
+    def __init__(self, location: Location, number: int, call: Call, spans: Spans, form: Form):
+        self.location, self.number, self.under_way = location, number, False
+        self.a_row = self.whole = 0
+        self._build, self._axes, self._is_flat = call.build, call.axes, call.is_flat
+        self._lengths = spans.lengths
+        with counting_edits():
+            self._leaves = [
+                self._copied(leaf, axis, spans, form)
+                for leaf, axis in zip(call.leaves, call.axes, strict=True)
+            ]
+
+    def _copied(self, leaf: Any, axis: int | None, spans: Spans, form: Form) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf if isinstance(leaf, PLAIN) else None
+        self.under_way = self.under_way or form.is_beside(leaf)
+        if axis is None:
+            copy = form.made_of(leaf.detach(), copy=True)
+            self.whole += copy.nbytes
+        else:
+            copy = spans.copy(leaf, axis, form)
+            self.a_row += copy.nbytes // max(copy.shape[axis], 1)
+        return copy
+
+    def value(self, place: int) -> Any:
+        """One request's value, which nobody else is given: called once for each piece."""
+        if self._flat is not None:
+            return self._flat[place]
+        return self._build(
+            [
+                _private(leaf) if axis is None else pieces[place]
+                for leaf, axis, pieces in zip(self._leaves, self._axes, self._pieces, strict=True)
+            ]
+        )
+
+    @cached_property
+    def _flat(self) -> Sequence[Any] | None:
+        """The values of all pieces, where that takes no Python for each."""
+        if not self._is_flat:
+            return None
+        if self._build is not tuple:
+            return self._pieces[0]
+        return list(zip(*self._pieces, strict=True))
+
+    @cached_property
+    def _pieces(self) -> list[Sequence[Any]]:
+        """The pieces of each copy; what has no rows is in all of them.
+
+        They are no views for PyTorch: their elements are their own, and so are their edits.
+        """
+        lengths = self._lengths
+        if len(lengths) == 1:
+            return [(leaf,) for leaf in self._leaves]
+        with counting_edits():
+            return [
+                [leaf] * len(lengths)
+                if axis is None
+                else torch.unsafe_split_with_sizes(leaf, lengths, axis)
+                for leaf, axis in zip(self._leaves, self._axes, strict=True)
+            ]
+
+
+def _private(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    with counting_edits():
+        return leaf.clone()
+
+
+class Call(NamedTuple):
+    """What a module was called with or returned, taken apart once for all who record it.
+
+    Attributes:
+        axes: by leaf, the axis that runs over rows.
+        is_flat: whether it is a tensor, or a plain tuple of leaves, in which all tensors have rows.
+    """
+
+    leaves: Leaves
+    axes: list[int | None]
+    build: Callable[[Leaves], Any]
+    is_flat: bool
+
+    @classmethod
+    def of(cls, value: Any, sizes: Sequence[int]) -> Call:
+        """Take a value apart."""
+        is_pair = type(value) is tuple and not any(map(_is_container, value))
+        leaves, build = (list(value), tuple) if is_pair else flatten(value)
+        axes = [row_axis(leaf, sizes) for leaf in leaves]
+        is_flat = (is_pair and bool(leaves)) or isinstance(value, torch.Tensor)
+        return cls(leaves, axes, build, is_flat and all(map(_has_rows, leaves, axes)))
+
+
+def _is_container(part: Any) -> bool:
+    return isinstance(part, tuple | list | dict)
+
+
+def _has_rows(leaf: Any, axis: int | None) -> bool:
+    return axis is not None or not isinstance(leaf, torch.Tensor)
+
+
+class Sheet:
+    """What is recorded for several requests in one step, with the same copies for all of them.
+
+    Attributes:
+        kept: in the order of the calls.
+        ended: whether the step has, so that nothing is added.
+    """
+
+    def __init__(self, spans: Sequence[Rows], form: Form):
+        self.spans, self._form = Spans(spans), form
+        self.kept: list[Kept] = []
+        self.ended = False
+        self._a_row = self._whole = 0
+
+    def add(self, location: Location, number: int, call: Call) -> None:
+        """Copy the requests' rows of a value."""
+        kept = Kept(location, number, call, self.spans, self._form)
+        self._a_row += kept.a_row
+        self._whole += kept.whole
+        self.kept.append(kept)
+
+    def bytes_of(self, rows: int) -> int:
+        """How much is kept for a request with so many rows."""
+        return self._a_row * rows + self._whole
+
+
+class Share:
+    """One cache's part of a sheet, until it is looked at.
+
+    Args:
+        place: which piece of the copies is its own.
+        rows: how many that has.
+    """
+
+    def __init__(self, sheet: Sheet, place: int, rows: int):
+        self._sheet, self._place, self._rows = sheet, place, rows
+        self._taken = 0  # of what the sheet keeps
+        self._stop: int | None = None
+        self._sure = 0
+        self._counted = 0  # bytes
+        self._holders: list[_Holder] = []
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether nothing more can come of it."""
+        return self._sheet.ended
+
+    def count(self, snapshots: Snapshots) -> None:
+        """Count what has come since the last time.
+
+        Raises:
+            LimitExceededError: the block would hold too much; what has come is not taken then.
+        """
+        size = self._sheet.bytes_of(self._rows)
+        if size > self._counted:
+            self._holders.append(_Holder())
+            try:
+                snapshots.hold_while(self._holders[-1], size - self._counted)
+            except Exception:
+                self._stop = self._sure
+                raise
+        self._counted, self._sure = size, len(self._sheet.kept)
+
+    @property
+    def unseen(self) -> Iterable[tuple[Kept, int]]:
+        """What has come since the last time, with its place there."""
+        return zip(self._sheet.kept[self._taken : self._stop], repeat(self._place))
+
+    def take(self) -> None:
+        """Note that all of it is elsewhere, where it is counted."""
+        self._taken = self._sure = len(self._sheet.kept[: self._stop])
+        self._counted = self._sheet.bytes_of(self._rows)
+        self._holders.clear()
+
+
+class _Holder:
+    """Its life is that of the rows a cache has and nobody has looked at."""
