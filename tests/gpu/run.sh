@@ -19,3 +19,6 @@ for mode in "" "--eager"; do
     > "$out/overhead$mode.txt" 2>&1
   cat "$out/overhead$mode.md"
 done
+$python benchmarks/saves.py --device cuda --requests 64 --repeats 3 --out "$out/saves.md" \
+  > "$out/saves.txt" 2>&1
+cat "$out/saves.md"

@@ -15,9 +15,10 @@ import torch
 from midstream.errors import TransportError
 from midstream.modeling.vllm.payloads import segments
 from midstream.modeling.vllm.payloads.buffers import Buffers
-from midstream.modeling.vllm.payloads.decode import Bytes, Decoder
+from midstream.modeling.vllm.payloads.decode import Decoder
 from midstream.modeling.vllm.payloads.encode import Encoder
 from midstream.modeling.vllm.payloads.nodes import Message, Node, Part, RecordNode
+from midstream.modeling.vllm.payloads.received import Bytes
 from midstream.modeling.vllm.payloads.record import BlockError, BlockWarning, Print, Record
 
 INLINE_LIMIT = 64 * 1024  # bytes; beyond it a segment costs less than copying through the engine

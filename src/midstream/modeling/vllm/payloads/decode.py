@@ -17,41 +17,11 @@ import numpy as np
 import torch
 
 from midstream.errors import TransportError
-from midstream.modeling.vllm.payloads import nodes, segments
+from midstream.modeling.vllm.payloads import nodes
 from midstream.modeling.vllm.payloads.arrays import dtype_of
 from midstream.modeling.vllm.payloads.lookup import find_class
+from midstream.modeling.vllm.payloads.received import Bytes, tensors_at
 from midstream.modeling.vllm.payloads.record import OnDevice
-
-
-class Bytes:
-    """The buffers of a message; maps its segments.
-
-    Raises:
-        TransportError: A segment is gone, or the bytes are not as many as the message says.
-    """
-
-    def __init__(self, message: nodes.Message) -> None:
-        self._sizes = message.sizes
-        self._places: list[tuple[memoryview, int]] = []
-        if message.parts:
-            counts = [part.count for part in message.parts]
-            memories = segments.open_all([part.segment for part in message.parts])
-        else:
-            counts, memories = [len(message.sizes)], [memoryview(message.inline)]
-        fits = min(message.sizes + counts, default=0) >= 0 and sum(counts) == len(message.sizes)
-        for memory, count in zip(memories, counts, strict=True):
-            first = len(self._places)
-            offsets, total = segments.layout(message.sizes[first : first + count])
-            fits = fits and memory.nbytes == total
-            self._places += ((memory, offset) for offset in offsets)
-        if not fits:
-            raise TransportError("a message of the engine does not hold the bytes it announces")
-
-    def at(self, index: int) -> tuple[memoryview, int, int]:
-        """Return the memory that holds a buffer, its offset in it and its size, in bytes."""
-        if not 0 <= index < len(self._sizes):
-            raise TransportError(f"buffer {index} of {len(self._sizes)}")
-        return *self._places[index], self._sizes[index]
 
 
 class Decoder:
@@ -137,22 +107,13 @@ class Decoder:
         return memory, offset, count
 
     def _run(self, node: nodes.Run) -> list[torch.Tensor]:
-        """Make the tensors of a run: views of the message, each with a storage of its own.
-
-        Slices of one tensor would be made in half the time, but each would be saved, copied and
-        kept with all the others, and a write into one would count as one into each.
-        """
         memory, offset, size = self._data.at(node.buffer)
         dtype = nodes.DTYPES[node.dtype]
         if min(node.shape, default=1) < 1 or node.count < 1:
             raise TransportError(f"{node.count} tensors of shape {list(node.shape)}")
         if math.prod(node.shape) * node.count * dtype.itemsize != size:
             raise TransportError(f"{size} bytes for {node.count} tensors of {list(node.shape)}")
-        read_as = _numpy_dtype(dtype)
-        rows = np.ndarray((node.count, *node.shape), read_as, memory, offset)
-        found = list(map(torch.from_numpy, rows if node.shape else _scalars(rows)))
-        if found[0].dtype is not dtype:
-            found = [tensor.view(dtype) for tensor in found]
+        found = tensors_at(memory, offset, dtype, (node.count, *node.shape))
         self._runs[node.buffer] = found
         return found
 
@@ -162,19 +123,6 @@ def _part(offset: int, size: int, part: int, place: int) -> tuple[int, int]:
     if place < 0 or (place + 1) * part > size:
         raise TransportError(f"place {place} in a buffer of {size} bytes")
     return offset + place * part, part
-
-
-def _scalars(values: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    return [values[i, ...] for i in range(len(values))]
-
-
-@functools.cache
-def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """NumPy's dtype of the same name, or integers of that size where it has none."""
-    try:
-        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
-    except TypeError:
-        return np.dtype(f"u{dtype.itemsize}")
 
 
 def _made(decoder: Decoder, node: nodes.Made) -> Any:
