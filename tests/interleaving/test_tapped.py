@@ -162,7 +162,7 @@ def test_the_code_is_known_to_the_next_request() -> None:
 
 
 def test_edits_land_and_stay_with_their_request() -> None:
-    """What a block writes in place at a break changes its own rows, as in a forward by hand."""
+    """What a block writes in place at a break changes its own rows, as by hand (B9)."""
 
     def steering(kept: list[Any]) -> Body:
         def body(at: Decoding) -> None:

@@ -204,7 +204,7 @@ def test_all_forwards_instrumented(
 
     def block(model: Any, tracer: Any) -> None:
         for _ in tracer.iter[:4]:
-            model.logits_processor.output
+            model.output
 
     tokens = list(model.trace(A, block=block, **GREEDY).result.outputs[0].token_ids)
     assert tokens == oracle(name).generate(A, 4).tokens

@@ -10,7 +10,7 @@ import pytest
 
 from midstream import VLLM
 from midstream.modeling.vllm.engine import statistics
-from midstream.modeling.vllm.engine.statistics import EAGER, VANILLA, Statistics
+from midstream.modeling.vllm.engine.statistics import EAGER, TAPPED, VANILLA, Statistics
 from midstream.modeling.vllm.payloads import segments
 from midstream.modeling.vllm.stats import Stats
 from tests.modeling.vllm.conftest import plain_tokens, runner_of
@@ -31,7 +31,7 @@ def since(before: Stats, after: Stats) -> tuple[dict[str, int], dict[str, int]]:
 def test_without_an_engine_all_is_zero() -> None:
     """Asking builds no engine."""
     model = VLLM(str(checkpoint("T-LLAMA", with_tokenizer=True)))
-    assert model.stats() == Stats({VANILLA: 0, EAGER: 0}, {}, 0.0, 0, 0, 0)
+    assert model.stats() == Stats({VANILLA: 0, TAPPED: 0, EAGER: 0}, {}, {}, 0.0, 0, 0, 0)
     assert not model.dispatched
 
 
@@ -118,7 +118,7 @@ def test_reasons_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b", "c", "a", "d"):
         counts.count([name, "x"])
     counts.count([])
-    assert counts.steps == {EAGER: 5, VANILLA: 1}
+    assert counts.steps == {EAGER: 5, VANILLA: 1, TAPPED: 0}
     assert counts.reasons == {
         "a block waits for a": 2,
         "a block waits for b": 1,
