@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midstream.interleaving.copies import Rows
-from midstream.interleaving.events import Event, Served
+from midstream.interleaving.events import Event
+from midstream.interleaving.served import Served
 from tests.fuzz.counting import examples
 from tests.fuzz.test_engine import check as check_engine
 from tests.fuzz.test_engine import traces

@@ -22,17 +22,20 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--async-scheduling", choices=["on", "off"], default="off")
+    parser.add_argument("--tapped", action="store_true", help="record steps, as graphs do")
     given = parser.parse_args()
     began = time.monotonic()
-    with engine(asynchronous=given.async_scheduling == "on") as model:
+    with engine(asynchronous=given.async_scheduling == "on", tapped=given.tapped) as model:
         soak = Soak(model)
         soak.run(draws(given.seed, given.count))
+        steps = dict(model.stats().steps)
     for text in soak.differences:
         print("DIFFERS", text)
     print(
         f"{sum(soak.kinds.values())} requests of {len(soak.kinds)} kinds in "
         f"{time.monotonic() - began:.0f} s, {soak.preempted} preemptions, "
-        f"{soak.counts.pieces} prompts in pieces, {len(soak.differences)} differences"
+        f"{soak.counts.pieces} prompts in pieces, {len(soak.differences)} differences, "
+        f"steps {steps}"
     )
     return 1 if soak.differences else 0
 

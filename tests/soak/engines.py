@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import record_steps
 from tests.support.checkpoints import checkpoint
 
 CACHE_BLOCK = 32 * 4096
@@ -24,8 +25,12 @@ SETTINGS: dict[str, Any] = {
 
 
 @contextmanager
-def engine(*, asynchronous: bool) -> Iterator[Any]:
-    """An engine on T-LLAMA under one of vLLM's two ways of scheduling."""
+def engine(*, asynchronous: bool, tapped: bool = False) -> Iterator[Any]:
+    """An engine on T-LLAMA under one of vLLM's two ways of scheduling.
+
+    Args:
+        tapped: have decode steps run as recorded forwards, as graphs do on a GPU.
+    """
     from midstream import VLLM
 
     with VLLM(str(checkpoint("T-LLAMA", with_tokenizer=True)), **SETTINGS) as model:
@@ -33,6 +38,8 @@ def engine(*, asynchronous: bool) -> Iterator[Any]:
             schedule(patch, asynchronous=asynchronous)
             model.dispatch()
         assert (core(model).batch_queue is not None) == asynchronous
+        if tapped:
+            record_steps(model)
         yield model
 
 

@@ -28,10 +28,14 @@ def alone() -> dict[Draw, list[Result]]:
 def test_each_result_is_that_of_the_request_alone(
     asynchronous: bool, alone: dict[Draw, list[Result]]
 ) -> None:
-    """Whatever runs beside it, however scheduled: tokens, values and errors; nothing is left."""
-    with engine(asynchronous=asynchronous) as model:
+    """Whatever runs beside it, however scheduled: tokens, values and errors; nothing is left.
+
+    Under asynchronous scheduling decode steps run as recorded forwards, too.
+    """
+    with engine(asynchronous=asynchronous, tapped=asynchronous) as model:
         soak = Soak(model, alone)
         soak.run(draws(1, COUNT))
+        assert (model.stats().steps["tapped"] > 0) == asynchronous
     assert soak.differences == []
     assert soak.preempted > 0
     assert soak.counts.pieces > 0

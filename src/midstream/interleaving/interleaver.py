@@ -18,16 +18,16 @@ import torch
 from midstream.errors import OutOfOrderError
 from midstream.interleaving.asking import Asking
 from midstream.interleaving.copies import Rows
-from midstream.interleaving.events import Check, Event, Served
+from midstream.interleaving.events import Check, Event
 from midstream.interleaving.indices import IndexCheck, Limit
 from midstream.interleaving.locations import ENGINE_ORDER, SKIP, Location
 from midstream.interleaving.neutral import NEUTRAL
-from midstream.interleaving.notes import annotate
 from midstream.interleaving.order import Order
 from midstream.interleaving.recording import Recordings
 from midstream.interleaving.replacing import Replacing
 from midstream.interleaving.replays import Replay, Replays
 from midstream.interleaving.run import EXCHANGE, Run
+from midstream.interleaving.serving import Serving
 from midstream.interleaving.skips import Skips
 from midstream.interleaving.source import Sources
 from midstream.interleaving.tapping import Tapping
@@ -71,9 +71,10 @@ class Interleaver:
         self._observing = False  # whether every call is handed over, wanted or not
         self._in_turns = False  # whether a request has several blocks
         self._runs: Sequence[Run] = ()
-        self._replays, self._logged = Replays(), False
+        self._replays, self.logged = Replays(), False
         self.around_calls: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.tapping, self.asking = Tapping(self), Asking(self)
+        self._serving = Serving(self)
         self.in_forward = False
         self.in_step = False
         self.starting = False  # whether blocks execute up to their first access, one by one
@@ -151,13 +152,13 @@ class Interleaver:
             by_hand: whether the modules are called; those that blocks wait for are replaced then.
         """
         self._rows, self._sizes, self.in_forward = rows, sizes, True
-        self._logged = logged
+        self.logged = logged
         try:
             for path in self._paths_to_replace() if by_hand else ():
                 self.replacing.replace(path)
             yield
         finally:
-            self.in_forward = self._logged = False
+            self.in_forward = self.logged = False
             self.replacing.restore()
             EXCHANGE.give(None)
 
@@ -188,6 +189,10 @@ class Interleaver:
         self.order.begin_step()
         for location in places:
             self._expect(location)
+
+    def waiting_at(self, location: Location) -> list[Run]:
+        """The blocks that wait for a location."""
+        return self._waiting.get(location, [])
 
     def waiting_in_forward(self) -> Iterator[Run]:
         """The blocks that wait for something inside the forward."""
@@ -272,7 +277,7 @@ class Interleaver:
             event = self._event(location, value, [rows[run] for run in together], sizes, check)
             if self.tapping.again.keeping:
                 event.writes = []
-            self._serve_all(together, location, event, rows)
+            self._serving.serve(together, location, event, rows)
             event.flush()
             self.tapping.again.keep(location, event)
             value = event.result()
@@ -337,72 +342,12 @@ class Interleaver:
             self._waiting[location] = hidden
         return [run for run in runs if run not in hidden]
 
-    def _serve_all(
-        self, runs: Sequence[Run], location: Location, event: Event, rows: Mapping[Run, Rows]
-    ) -> None:
-        """Serve those for whom the thread has to be prepared one by one, then the others."""
-        plain = [run for run in runs if run.plain]
-        for run in runs if len(plain) < len(runs) else ():
-            if not run.plain:
-                self._serve(run, location, event, rows[run])
-        if plain:
-            with NEUTRAL:
-                self._serve_plainly(plain, location, event, rows)
-
-    def _serve_plainly(
-        self, runs: Sequence[Run], location: Location, event: Event, rows: Mapping[Run, Rows]
-    ) -> None:
-        """As ``_serve`` for each, with what they have in common done once."""
-        known, logged = self.tapping.covers(location), self._logged
-        last: Location | None = None
-        line: list[Run] = []
-        for run in runs:
-            log = run.log if logged else None
-            served = event.serve(rows[run], run.snapshots, location, log)
-            run.place, run.served = location, served
-            if not known:
-                run.visited.add(location)
-            run.resume_plainly()
-            if not served.is_as_read:
-                self._settle(run, served)
-                if served.replaces:
-                    run.replaced.add(location)
-            run.place = run.served = None
-            wanted = run.wanted
-            if wanted is last and wanted is not None and not run.uses_source and not run.done:
-                line.append(run)
-            else:
-                self._after(run)
-                last, line = wanted, self._waiting.get(wanted, []) if wanted is not None else []
-
-    def _serve(self, run: Run, location: Location, event: Event, rows: Rows) -> None:
-        """Give one block its rows, let it execute, and take back what it changed."""
-        served = event.serve(rows, run.snapshots, location, run.log if self._logged else None)
-        run.place, run.served = location, served
-        run.visited.add(location)
-        try:
-            run.resume()
-            self._settle(run, served)
-        finally:
-            run.place = run.served = None
-            if served.replaces:
-                run.replaced.add(location)
-        self._after(run)
-
-    def _settle(self, run: Run, served: Served) -> None:
-        """Take back what a block has changed; the error of a write that fails is the block's."""
-        # a block that catches the error of a write is still here, and may write again
-        for tries_left in reversed(range(_TRIES)):
-            error = _settled(served, run)
-            if error is None:
-                break
-            run.resume(error) if tries_left and not run.done else run.fail(error)
-
     def _turn(self, run: Run) -> None:
         run.resume_plainly() if run.plain and NEUTRAL.entered else run.resume()
-        self._after(run)
+        self.after(run)
 
-    def _after(self, run: Run) -> None:
+    def after(self, run: Run) -> None:
+        """Note what a block that has executed waits for."""
         if not run.done and run.wanted is not None:
             self._wait(run, run.wanted)
 
@@ -507,7 +452,7 @@ class Interleaver:
         """Raise an error in the blocks that wait for a location."""
         for run in self._waiting.pop(location, ()):
             run.resume(error)
-            self._after(run)
+            self.after(run)
 
     @contextmanager
     def charting(self, owner: str, *, known: bool) -> Iterator[None]:
@@ -526,10 +471,6 @@ class Interleaver:
             order.charting, self._observing = before
 
 
-_TRIES = 100
-"""How often a block may catch the error of a write, and write again, at one place."""
-
-
 def _in_turns(runs: Sequence[Run]) -> list[list[Run]]:
     """Runs that share an event, one event after the other: none has two blocks of one request.
 
@@ -539,15 +480,3 @@ def _in_turns(runs: Sequence[Run]) -> list[list[Run]]:
     for run in runs:
         turns.setdefault(run.turn, []).append(run)
     return [turns[turn] for turn in sorted(turns)]
-
-
-def _settled(served: Served, run: Run) -> Exception | None:
-    """Copy back what a block changed; the error of a write that failed is the block's."""
-    try:
-        served.settle(run.visit)
-    except Exception as error:  # noqa: BLE001  # a failed copy is the block's error, never the engine's
-        if run.marks is not None:
-            place = f'File "{run.marks.file}", line {run.marks.line}'
-            annotate(error, f"Met in the value that was read at {place}.")
-        return error
-    return None

@@ -26,10 +26,10 @@ from midstream.interleaving.snapshots import Snapshots
 from midstream.interleaving.watchdog import ATTEMPTS, WATCHDOG, Clock, TimeUp
 
 if TYPE_CHECKING:
-    from midstream.interleaving.events import Served
     from midstream.interleaving.interleaver import Interleaver
     from midstream.interleaving.recording import Recorder
     from midstream.interleaving.replays import WriteLog
+    from midstream.interleaving.served import Served
 
 
 EXCHANGE = Exchange()
