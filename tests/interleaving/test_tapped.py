@@ -90,7 +90,7 @@ class Decoding:
             return self.model(hidden)
 
     def _replay(self, guess: Any, spans: dict[Run, Rows], hidden: torch.Tensor) -> Any:
-        recorder, tapped = PlainRecorder(), Tapped(self.interleaver, guess)
+        recorder, tapped = PlainRecorder(), Tapped(self.interleaver, guess.needs)
         try:
             with self.interleaver.tapping.phase(tapped, spans, (len(hidden),)):
                 found = recorder.run(tapped, self.model.forward, {"hidden": hidden})
@@ -159,6 +159,24 @@ def test_the_code_is_known_to_the_next_request() -> None:
     at.kinds.clear()
     at.run(body)
     assert at.kinds == ["eager", "tapped", "tapped", "tapped", "tapped"]
+
+
+def test_a_sweep_is_waited_for() -> None:
+    """The same code at one place is prepared for at once; at many, when they have come again."""
+    at = Decoding(tapped=True)
+    routes = at.interleaver.tapping.routes
+    found = []
+    for index in (0, 0, 1, 2):
+
+        def body(at: Decoding, index: int = index) -> None:
+            for _ in steps():
+                at.root.layers[index].output
+
+        at.run(body)
+        guess = routes.guess({body.__qualname__})
+        assert guess is not None
+        found.append((len(guess.needs.locations), guess.patience))
+    assert found == [(1, 1), (1, 1), (2, 2), (3, 3)]
 
 
 def test_edits_land_and_stay_with_their_request() -> None:

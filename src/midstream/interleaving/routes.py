@@ -18,6 +18,8 @@ MOST_CODES = 1024
 """Blocks whose locations are remembered; the one that was seen longest ago is forgotten."""
 MOST_WRONG = 8
 """Wrong guesses after which there are no more for a code."""
+MOST_PATIENCE = 8
+"""Steps that a guess is waited for at most, see ``Guess``."""
 
 
 class Needs(NamedTuple):
@@ -40,6 +42,19 @@ class Needs(NamedTuple):
         return Needs(self.locations | other.locations, self.replaced | other.replaced)
 
 
+class Guess(NamedTuple):
+    """What blocks will need, as far as known.
+
+    Attributes:
+        patience: how many steps have to need it before it is worth preparing for. It is 1 for code
+            that has always gone to the same places, and more the oftener there were others, as in
+            a sweep over layers.
+    """
+
+    needs: Needs
+    patience: int = 1
+
+
 @dataclass
 class Route:
     """What one code has needed so far.
@@ -47,12 +62,14 @@ class Route:
     Attributes:
         seen: all locations it has met, those behind the forward too.
         preparable: whether all that it needs can be prepared.
+        changes: how often it has needed something new.
         wrong: how often it has asked for something else than what was prepared.
     """
 
     needs: Needs = field(default_factory=Needs)
     seen: set[Location] = field(default_factory=set)
     preparable: bool = True
+    changes: int = 0
     wrong: int = 0
 
     @property
@@ -74,10 +91,14 @@ class Route:
         if self.seen >= visited and self.needs.replaced >= replaced:
             return
         self.seen |= visited
-        self.needs = Needs(
-            frozenset(location for location in self.seen if not is_behind(location)),
-            self.needs.replaced.union(replaced),
+        before, self.needs = (
+            self.needs,
+            Needs(
+                frozenset(location for location in self.seen if not is_behind(location)),
+                self.needs.replaced.union(replaced),
+            ),
         )
+        self.changes += self.needs != before
         self.preparable = all(map(_can_be_prepared, self.needs.locations))
 
 
@@ -102,16 +123,17 @@ class Routes:
         if route is not None:
             route.wrong += 1
 
-    def needs(self, codes: Collection[str | None]) -> Needs | None:
+    def guess(self, codes: Collection[str | None]) -> Guess | None:
         """What to prepare for a step with blocks of these codes; None if there is no guess."""
-        joined = Needs()
+        joined, patience = Needs(), 1
         for code in codes:
             route = self._by_code.get(code) if code is not None else None
             if code is None or route is None or not route.known:
                 return None
             self._by_code.move_to_end(code)
             joined = joined.joined(route.needs)
-        return joined
+            patience = max(patience, min(route.changes, MOST_PATIENCE))
+        return Guess(joined, patience)
 
 
 def _can_be_prepared(location: Location) -> bool:

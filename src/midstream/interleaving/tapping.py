@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from midstream.interleaving.again import Again
 from midstream.interleaving.copies import Rows
 from midstream.interleaving.locations import Location
-from midstream.interleaving.routes import Needs, Routes
+from midstream.interleaving.routes import Guess, Routes
 from midstream.interleaving.run import Run
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Tapping:
         self.has_missed = False
         self._tapped: Tapped | None = None
 
-    def guess(self, runs: Sequence[Run]) -> Needs | None:
+    def guess(self, runs: Sequence[Run]) -> Guess | None:
         """What the blocks of the step that has begun will need of its forward, as far as known.
 
         Returns:
@@ -43,10 +43,10 @@ class Tapping:
         """
         if not self._interleaver.order.known or self._interleaver.runs_anew:
             return None
-        needs = self.routes.needs({run.code for run in runs})
-        if needs is None or not needs.locations.issuperset(self._interleaver.wanted()):
+        guess = self.routes.guess({run.code for run in runs})
+        if guess is None or not guess.needs.locations.issuperset(self._interleaver.wanted()):
             return None
-        return needs
+        return guess
 
     def learn(self, runs: Sequence[Run]) -> None:
         """Take in what blocks have visited. Their first step is another matter, and comes once."""

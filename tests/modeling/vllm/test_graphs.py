@@ -11,7 +11,7 @@ import torch
 from midstream.errors import InterventionError
 from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.locations import Location
-from midstream.interleaving.routes import Needs, Routes
+from midstream.interleaving.routes import Guess, Needs, Routes
 from midstream.interleaving.tapped import Tapped
 from midstream.modeling.vllm.engine.graphs import Recorded, TappedGraphs
 from midstream.modeling.vllm.limits import Limits
@@ -56,33 +56,33 @@ def test_what_is_missing_is_captured_after_the_step() -> None:
     """The first step of a shape and its needs finds nothing; the next one finds a graph."""
     record = Recording()
     kept = graphs(record)
-    assert kept.find(4, needs("a")) is None
+    assert kept.find(4, Guess(needs("a"))) is None
     kept.capture()
-    found = kept.find(4, needs("a"))
+    found = kept.find(4, Guess(needs("a")))
     assert found is not None
     assert found.tapped.needs == needs("a")
     assert record.made == [(4, needs("a"))]
     kept.capture()
     assert len(record.made) == 1
-    assert kept.find(8, needs("a")) is None
+    assert kept.find(8, Guess(needs("a"))) is None
     assert kept.counts.captures == kept.counts.held == 1
 
 
 def test_a_graph_with_more_breaks_may_serve() -> None:
     """A graph serves what needs no more than it offers; without a buffer it serves no replacing."""
     kept = graphs(Recording())
-    kept.find(4, needs("a", "b"))
+    kept.find(4, Guess(needs("a", "b")))
     kept.capture()
-    assert kept.find(4, needs("b")) is not None
-    assert kept.find(4, needs("b", replaced=("b",))) is None
-    assert kept.find(4, needs("b", "c")) is None
+    assert kept.find(4, Guess(needs("b"))) is not None
+    assert kept.find(4, Guess(needs("b", replaced=("b",)))) is None
+    assert kept.find(4, Guess(needs("b", "c"))) is None
 
 
 def test_a_step_that_did_not_end_captures_nothing() -> None:
     """What a failed step looked for is forgotten."""
     record = Recording()
     kept = graphs(record)
-    kept.find(4, needs("a"))
+    kept.find(4, Guess(needs("a")))
     kept.forget_wish()
     kept.capture()
     assert record.made == []
@@ -93,14 +93,14 @@ def test_the_graph_that_ran_longest_ago_goes(bound: dict[str, int]) -> None:
     """Above the number or the bytes allowed, the least recently used graph makes room."""
     kept = graphs(Recording(), **bound)
     for path in "ab":
-        kept.find(4, needs(path))
+        kept.find(4, Guess(needs(path)))
         kept.capture()
-    kept.find(4, needs("a"))
-    kept.find(4, needs("c"))
+    kept.find(4, Guess(needs("a")))
+    kept.find(4, Guess(needs("c")))
     kept.capture()
     counts = kept.counts
     assert (counts.captures, counts.evictions, counts.held, counts.bytes) == (3, 1, 2, 20)
-    assert [kept.find(4, needs(path)) is not None for path in "abc"] == [True, False, True]
+    assert [kept.find(4, Guess(needs(path))) is not None for path in "abc"] == [True, False, True]
 
 
 def test_what_cannot_be_captured_is_not_tried_again() -> None:
@@ -108,15 +108,28 @@ def test_what_cannot_be_captured_is_not_tried_again() -> None:
     record = Recording()
     record.fails = True
     kept = graphs(record)
-    kept.find(4, needs("a"))
+    kept.find(4, Guess(needs("a")))
     kept.capture()
     record.fails = False
-    assert kept.find(4, needs("a")) is None
+    assert kept.find(4, Guess(needs("a"))) is None
     kept.capture()
     assert record.made == []
-    assert kept.find("prefill", needs("b")) is None
+    assert kept.find("prefill", Guess(needs("b"))) is None
     kept.capture()
     assert record.made == []
+
+
+def test_what_keeps_changing_is_waited_for() -> None:
+    """A guess that has changed often is captured when it has been asked for as often."""
+    kept = graphs(Recording())
+    for _ in range(3):
+        assert kept.find(4, Guess(needs("a"), patience=3)) is None
+        assert kept.counts.captures == 0
+        kept.capture()
+    assert kept.find(4, Guess(needs("a"), patience=3)) is not None
+    assert kept.find(4, Guess(needs("b"))) is None
+    kept.capture()
+    assert kept.counts.captures == 2
 
 
 def test_limits_of_graphs() -> None:

@@ -25,7 +25,7 @@ from midstream.errors import MidstreamError
 from midstream.interleaving.copies import Rows
 from midstream.interleaving.locations import LOGITS, SAMPLES
 from midstream.interleaving.replays import Replay
-from midstream.interleaving.routes import Needs
+from midstream.interleaving.routes import Guess
 from midstream.interleaving.run import Run
 from midstream.interleaving.tapped import Missed, Tapped
 from midstream.modeling.vllm.engine.cuda_graphs import (
@@ -88,7 +88,7 @@ class BlockRunner:
         self._replays: dict[str, list[Replay]] = {}
         self._eager = False
         self.graphs: TappedGraphs | None = None
-        self._guess: Needs | None = None
+        self._guess: Guess | None = None
         self._graph: Graph | None = None
         self._prepared: dict[str, Any] = {}
         for name in ("prepare_attn", "prepare_inputs"):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
-from midstream.interleaving.routes import Needs
+from midstream.interleaving.routes import Guess, Needs
 from midstream.interleaving.tapped import Tapped
 
 logger = logging.getLogger(__name__)
+
+_MOST_ASKED = 1000
 
 
 class Recorded(NamedTuple):
@@ -86,15 +88,18 @@ class TappedGraphs:
         self._most, self._most_bytes = most, most_bytes
         self._graphs: OrderedDict[tuple[Hashable, Needs], Graph] = OrderedDict()
         self._wish: tuple[Hashable, Needs] | None = None
+        self._asked: Counter[tuple[Hashable, Needs]] = Counter()
         self._refused: set[Needs] = set()
         self.counts = Counts()
 
-    def find(self, shape: Hashable, needs: Needs) -> Graph | None:
+    def find(self, shape: Hashable, guess: Guess) -> Graph | None:
         """A graph that has what is needed; if there is none, it is captured after the step.
 
         Args:
             shape: the batch's, as graphs are captured for.
+            guess: what is needed, and in how many steps before it is captured.
         """
+        needs = guess.needs
         self._wish = None
         if not self._record.serves(shape):
             return None
@@ -102,9 +107,16 @@ class TappedGraphs:
             if key[0] == shape and needs.within(key[1]):
                 self._graphs.move_to_end(key)
                 return self._graphs[key]
-        if needs not in self._refused:
+        if needs not in self._refused and self._ask(shape, needs) >= guess.patience:
             self._wish = shape, needs
         return None
+
+    def _ask(self, shape: Hashable, needs: Needs) -> int:
+        """How often a graph that there is not has been asked for."""
+        if len(self._asked) > _MOST_ASKED:
+            self._asked.clear()
+        self._asked[shape, needs] += 1
+        return self._asked[shape, needs]
 
     def forget_wish(self) -> None:
         """The step did not get to its end."""
@@ -124,6 +136,7 @@ class TappedGraphs:
             self._refused.add(wish[1])
             return
         self._graphs[wish] = Graph(tapped, recorded)
+        del self._asked[wish]
         self.counts.captures += 1
         self.counts.bytes += recorded.nbytes
         self._make_room(self._most)
