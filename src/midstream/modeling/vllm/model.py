@@ -47,8 +47,10 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
             a name or a list of names.
         batch_invariant: ask vLLM for kernels whose results do not depend on what else is in the
             batch; on some GPUs only, and slower.
-        block_timeout, max_save_bytes, max_snapshot_bytes: what a block may take, see
-            ``limits.Limits``; a request that goes over one fails, others go on.
+        block_timeout, max_save_bytes, max_snapshot_bytes, max_write_log_bytes: what a block may
+            take, see ``limits.Limits``; a request that goes over one fails, others go on.
+        max_graphs, max_graph_bytes: CUDA graphs of decode steps with blocks that are kept, and
+            bytes of GPU memory for them, see ``limits.Limits``.
         engine: vLLM's own engine arguments (`dtype`, `max_model_len`, `gpu_memory_utilization`...).
 
     Attributes:
