@@ -42,6 +42,7 @@ class Event:
 
     Attributes:
         writes: what blocks have written, in order; None if nobody keeps it.
+        before_write: called with a tensor that is going to be written into.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Event:
             self._high = max(span.stop for span in spans)
         self._copies: dict[int, Copies] = {}
         self._edits: dict[int, list[Edit]] = {}
+        self._shapes: dict[tuple[int, int], torch.Size] = {}
         self._bundles: dict[Rows, Bundle] | None = None
         self._replaced: dict[int, dict[Rows, torch.Tensor]] = {}
         self._value = value
@@ -69,6 +71,7 @@ class Event:
         self._axes: dict[int, int | None] = {}
         self.has_items = not isinstance(value, torch.Tensor) and _has_items(value)
         self.writes: list[Put] | None = None
+        self.before_write: Callable[[torch.Tensor], None] | None = None
 
     def axis(self, index: int) -> int | None:
         """The axis of a leaf that runs over the step's rows; None if it has none."""
@@ -136,14 +139,27 @@ class Event:
 
         All edits of an event are written together: a copy of its own for each of many requests
         takes longer than the model's own work.
+
+        Raises:
+            RuntimeError: the copy was given a shape that does not fit.
         """
         if self._check is not None:
             self._check(index, edit.value, edit.rows)
+        shape = self._shape(index, edit.rows)
+        if edit.value.shape != shape:  # once all are written together it is nobody's error
+            edit = edit._replace(value=edit.value.expand(shape))
         self._edits.setdefault(index, []).append(edit)
+
+    def _shape(self, index: int, rows: Rows) -> torch.Size:
+        """Of a request's rows of a leaf."""
+        count = rows.stop - rows.start
+        if (index, count) not in self._shapes:
+            self._shapes[index, count] = self.live(index, rows).shape
+        return self._shapes[index, count]
 
     def flush(self) -> None:
         """Write what blocks have changed in place into what the model goes on with."""
-        for index, edits in self._edits.items():
+        for index, edits in sorted(self._edits.items()):
             copies = self._copies.get(index)
             all_of_them = copies is not None and copies.are_all(edits)
             if self._is_models is not None and self._is_models(self.leaves[index]):
@@ -197,6 +213,8 @@ class Event:
 
     def _write(self, index: int, rows: Rows, value: torch.Tensor) -> None:
         leaf = self.leaves[index]
+        if self.before_write is not None:
+            self.before_write(leaf)
         with torch.inference_mode(leaf.is_inference()):
             cut(leaf, self.axis(index), rows.start, rows.stop).copy_(value)
 
