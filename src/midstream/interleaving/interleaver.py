@@ -189,11 +189,11 @@ class Interleaver:
         for location in places:
             self._expect(location)
 
-    def waiting_in_forward(self) -> Iterator[Run]:
-        """The blocks that wait for something inside the forward."""
+    def waiting_in_forward(self) -> Iterator[tuple[Location, Sequence[Run]]]:
+        """The locations inside the forward that blocks wait for, with the blocks."""
         for location, runs in self._waiting.items():
             if not self.order.is_behind_forward(location):
-                yield from runs
+                yield location, runs
 
     @property
     def runs_anew(self) -> bool:
@@ -271,7 +271,7 @@ class Interleaver:
         for together in _in_turns(runs) if self._in_turns else (runs,):
             event = self._event(location, value, [rows[run] for run in together], sizes, check)
             if self.tapping.again.keeping:
-                event.writes = []
+                event.writes, event.before_write = [], self.tapping.again.spare
             self._serve_all(together, location, event, rows)
             event.flush()
             self.tapping.again.keep(location, event)
@@ -365,8 +365,8 @@ class Interleaver:
             run.resume_plainly()
             if not served.is_as_read:
                 self._settle(run, served)
-                if served.replaces:
-                    run.replaced.add(location)
+            if served.replaces:
+                run.replaced.add(location)
             run.place = run.served = None
             wanted = run.wanted
             if wanted is last and wanted is not None and not run.uses_source and not run.done:
