@@ -457,3 +457,47 @@ def test_only_who_asked_for_more_has_guessed_wrong() -> None:
     routes = at.interleaver.tapping.routes
     assert routes.of(wandering.__qualname__).wrong == at.kinds.count("again") > 0
     assert routes.of(reading.__qualname__).wrong == 0
+
+
+class Filling(torch.nn.Module):
+    """Writes into its second argument, and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        """Fill ``out``, ``[rows, width]``."""
+        out.copy_(self.linear(hidden))
+
+
+class Filled(torch.nn.Module):
+    """Calls a module that writes into what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = Filling(), torch.nn.Linear(4, 6)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[rows, width]`` to the same."""
+        out = torch.zeros_like(hidden)
+        self.inner(hidden, out)
+        return out + hidden
+
+
+def test_a_replacement_leaves_the_other_arguments_as_they_are() -> None:
+    """Beside a replaced argument, one that the module is to write into is still the caller's."""
+
+    def replacing(kept: list[Any]) -> Body:
+        def body(at: Decoding) -> None:
+            for step in steps():
+                (hidden, out), _ = at.root.inner.inputs
+                at.root.inner.input = hidden + step
+                if step == 4:
+                    at.root.inner.inputs = ((hidden, out + 1), {})
+                kept.append(at.root.output)
+
+        return body
+
+    assert compared(replacing, model=Filled).kinds[2:] == ["tapped", "tapped", "again"]

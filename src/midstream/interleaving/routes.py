@@ -19,17 +19,20 @@ MOST_CODES = 1024
 MOST_WRONG = 8
 """Wrong guesses after which there are no more for a code."""
 
+Leaf = tuple[Location, int]
+"""A tensor of the value at a location, by its place among them."""
+
 
 class Needs(NamedTuple):
     """What a prepared forward has to offer.
 
     Attributes:
         locations: where blocks meet it.
-        replaced: those of them where a block gives the model another tensor.
+        replaced: leaves of their values in whose place a block gives the model another tensor.
     """
 
     locations: frozenset[Location] = frozenset()
-    replaced: frozenset[Location] = frozenset()
+    replaced: frozenset[Leaf] = frozenset()
 
     def within(self, other: Needs) -> bool:
         """Whether another one's offer is enough."""
@@ -63,7 +66,7 @@ class Route:
     def learn(
         self,
         visited: Set[Location],
-        replaced: Set[Location],
+        replaced: Set[Leaf],
         is_behind: Callable[[Location], bool],
     ) -> None:
         """Take in what was met in a step.

@@ -24,8 +24,8 @@ GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 
 def needs(*paths: str, replaced: tuple[str, ...] = ()) -> Needs:
     """Outputs of modules, some of them replaced."""
-    places, kept = ({Location(path, "output") for path in found} for found in (paths, replaced))
-    return Needs(frozenset(places), frozenset(kept))
+    places = frozenset(Location(path, "output") for path in paths)
+    return Needs(places, frozenset((Location(path, "output"), 0) for path in replaced))
 
 
 class Recording:
