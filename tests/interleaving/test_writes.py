@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from midstream.interleaving.copies import Rows
+from midstream.interleaving.events import Event
 from midstream.interleaving.node import Node
 from tests.interleaving.toy import Steps, Toy, rows
 
@@ -202,3 +204,26 @@ def test_a_neighbour_does_not_change_the_order_of_writes(steps: Steps) -> None:
     steps.step([rows(2, 1)], [writing_both])
     steps.step([rows(2, 0), rows(2, 1)], [writing_the_second, writing_both])
     assert torch.equal(*seen)
+
+
+def test_an_edit_that_cannot_be_written_is_its_blocks_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where writing all edits together fails, they are written one by one, and one may fail."""
+    steps, seen, write = Steps(), [], Event._write
+
+    def failing(event: Event, index: int, span: Rows, value: torch.Tensor) -> None:
+        if span.stop > 4:
+            raise MemoryError("none left")
+        write(event, index, span, value)
+
+    def doubling() -> None:
+        steps.root.layers[1].mlp.output[:] *= 2
+        seen.append(steps.root.layers[2].mlp.output)
+
+    steps.step([rows(2, 0)], [doubling])
+    monkeypatch.setattr(Event, "_write", failing)
+    _, runs = steps.try_step([rows(2, place) for place in range(3)], [doubling] * 3)
+    assert [type(run.error) for run in runs] == [type(None), type(None), MemoryError]
+    assert len(seen) == 3
+    assert torch.equal(seen[0], seen[1])

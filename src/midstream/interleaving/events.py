@@ -7,7 +7,7 @@ the residual stream in place), so a view handed out would later hold another lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -157,22 +157,40 @@ class Event:
             self._shapes[index, count] = self.live(index, rows).shape
         return self._shapes[index, count]
 
-    def flush(self) -> None:
-        """Write what blocks have changed in place into what the model goes on with."""
+    def flush(self) -> list[tuple[Rows, Exception]]:
+        """Write what blocks have changed in place into what the model goes on with.
+
+        Returns:
+            The rows of edits that could not be written, with the reason.
+        """
+        failed: list[tuple[Rows, Exception]] = []
         for index, edits in sorted(self._edits.items()):
             copies = self._copies.get(index)
-            all_of_them = copies is not None and copies.are_all(edits)
-            if self._is_models is not None and self._is_models(self.leaves[index]):
-                for edit in edits:
-                    self._replaced.setdefault(index, {})[edit.rows] = edit.value
-            elif copies is not None and all_of_them:
-                hull = Rows(self._low, self._high)
-                self._write(index, hull, copies.hull)
-            else:
-                for edit in edits:
-                    self._write(index, edit.rows, edit.value)
-            self._keep(index, edits, copies if all_of_them else None)
+            try:
+                together = copies is not None and copies.are_all(edits)
+                self._write_edits(index, edits, copies if together else None)
+            except Exception:  # noqa: BLE001  # no memory left, say: whose it is comes out below
+                failed += self._one_by_one(index, edits)
         self._edits.clear()
+        return failed
+
+    def _write_edits(self, index: int, edits: Sequence[Edit], copies: Copies | None) -> None:
+        if self._is_models is not None and self._is_models(self.leaves[index]):
+            for edit in edits:
+                self._replaced.setdefault(index, {})[edit.rows] = edit.value
+        elif copies is not None:
+            self._write(index, Rows(self._low, self._high), copies.hull)
+        else:
+            for edit in edits:
+                self._write(index, edit.rows, edit.value)
+        self._keep(index, edits, copies)
+
+    def _one_by_one(self, index: int, edits: Sequence[Edit]) -> Iterator[tuple[Rows, Exception]]:
+        for edit in edits:
+            try:
+                self._write_edits(index, [edit], None)
+            except Exception as error:  # noqa: BLE001  # the block's, never the engine's
+                yield edit.rows, error
 
     def _keep(self, index: int, edits: Sequence[Edit], copies: Copies | None) -> None:
         """Keep what was written for those who may write it again."""

@@ -273,7 +273,8 @@ class Interleaver:
             if self.tapping.again.keeping:
                 event.writes, event.before_write = [], self.tapping.again.spare
             self._serve_all(together, location, event, rows)
-            event.flush()
+            for span, error in event.flush():
+                _fail([run for run in together if rows[run] == span], error)
             self.tapping.again.keep(location, event)
             value = event.result()
         return value
@@ -528,6 +529,11 @@ class Interleaver:
 
 _TRIES = 100
 """How often a block may catch the error of a write, and write again, at one place."""
+
+
+def _fail(runs: Sequence[Run], error: Exception) -> None:
+    for run in runs:
+        run.fail(error)
 
 
 def _in_turns(runs: Sequence[Run]) -> list[list[Run]]:
