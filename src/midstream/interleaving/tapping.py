@@ -76,7 +76,7 @@ class Tapping:
             with self._interleaver.phase(rows, sizes, logged=True, by_hand=False):
                 yield
         finally:
-            self._tapped, tapped.live = None, False
+            self._tapped, tapped.live, self.again.keeping = None, False, False
 
     @property
     def is_under_way(self) -> bool:
