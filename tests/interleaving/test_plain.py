@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from midstream.interleaving import events
 from midstream.interleaving.neutral import NEUTRAL
 from midstream.interleaving.run import Run, running
 from tests.interleaving.test_tapped import Body, Decoding, steps
@@ -116,3 +117,19 @@ def test_errors_of_writes_and_beside_other_blocks() -> None:
     assert [type(one.error) for one in runs] == [ValueError, type(None), KeyError, type(None)]
     assert "".join(text for _, text in runs[1].output.prints()).count("step") == 4
     assert "".join(text for _, text in runs[3].output.prints()).count("step") == 4
+
+
+def test_a_replacement_of_a_value_that_was_read_is_learned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where version counters tell of all edits, as on a GPU, a replacement is known as one, too."""
+    monkeypatch.setattr(events, "_is_counted", lambda leaf: isinstance(leaf, torch.Tensor))
+
+    def replacing(at: Decoding) -> None:
+        for _ in steps():
+            at.root.layers[1].mlp.output = at.root.layers[1].mlp.output + 1
+            at.root.layers[2].output
+
+    at, (one,) = run(as_plain(replacing), tapped=True)
+    assert one.error is None
+    assert at.kinds == ["eager", "eager", "tapped", "tapped", "tapped"]

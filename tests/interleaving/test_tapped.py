@@ -92,13 +92,13 @@ class Decoding:
     def _replay(self, guess: Any, spans: dict[Run, Rows], hidden: torch.Tensor) -> Any:
         recorder, tapped = PlainRecorder(), Tapped(self.interleaver, guess.needs)
         try:
-            with self.interleaver.tapping.phase(tapped, spans, (len(hidden),)):
+            with self.interleaver.tapping.phase(tapped, spans, (len(hidden),), [hidden]):
                 found = recorder.run(tapped, self.model.forward, {"hidden": hidden})
             self.kinds.append("tapped")
             self.breaks.append(recorder.breaks)
             return found
         except Missed:
-            self.interleaver.tapping.run_again()
+            self.interleaver.tapping.run_again(guess.needs)
             return self._eager(spans, hidden, "again")
 
 
@@ -405,3 +405,117 @@ def test_locations_behind_the_forward_need_no_break() -> None:
     at.run(body)
     assert seen == [False, True, False, False, False]
     assert at.interleaver.order.is_behind_forward(Location("head", "output"))
+
+
+class Calling(torch.nn.Module):
+    """Calls one module several times, and reads its argument in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared, self.between, self.late = (torch.nn.Linear(4, 4) for _ in range(3))
+        self.norm, self.head = torch.nn.LayerNorm(4), torch.nn.Linear(4, 6)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[rows, width]`` to the same."""
+        found = self.between(self.shared(hidden))
+        found = self.late(self.shared(found)) + self.norm(hidden)
+        return self.shared(found) + hidden
+
+
+def test_a_module_that_is_called_again_is_recorded_again() -> None:
+    """A cache has every call of a module, also where a wrong guess comes between two of them."""
+
+    def caching(kept: list[Any]) -> Body:
+        def body(at: Decoding) -> None:
+            sides = {"sides": frozenset({"output"})}
+            cache = open_cache(current_run("a cache"), at.tree, ["shared"], sides)
+            for step in steps():
+                at.root.between.input
+                if step == 3:
+                    kept.append(at.root.between.output)
+            kept.extend(cache.visits["shared"]["output"])
+            assert len(kept) == 1 + 3 * STEPS
+
+        return body
+
+    assert "again" in compared(caching, model=Calling).kinds
+
+
+def test_an_edited_argument_of_the_forward_begins_as_it_was() -> None:
+    """What a block wrote into the forward's own argument is not there when it runs again."""
+
+    def turning(kept: list[Any]) -> Body:
+        def body(at: Decoding) -> None:
+            for step in steps():
+                at.root.norm.input[:] += 1
+                if step == 3:
+                    kept.append(at.root.norm.output)
+
+        return body
+
+    assert "again" in compared(turning, model=Calling).kinds
+
+
+def test_only_who_asked_for_more_has_guessed_wrong() -> None:
+    """A block that was served as expected does not count as wrong beside one that was not."""
+
+    def wandering(at: Decoding) -> None:
+        places = [layer.mlp for layer in at.root.layers]
+        for step in steps():
+            at.root.layers[0].input
+            places[min(step - 1, 2)].output
+
+    def reading(at: Decoding) -> None:
+        for _ in steps():
+            at.root.layers[2].output
+
+    at = Decoding(tapped=True)
+    at.run(wandering, wandering, reading)
+    routes = at.interleaver.tapping.routes
+    assert routes.of(wandering.__qualname__).wrong == at.kinds.count("again") > 0
+    assert routes.of(reading.__qualname__).wrong == 0
+
+
+class Filling(torch.nn.Module):
+    """Writes into its second argument, and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        """Fill ``out``, ``[rows, width]``."""
+        out.copy_(self.linear(hidden))
+
+
+class Filled(torch.nn.Module):
+    """Calls a module that writes into what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = Filling(), torch.nn.Linear(4, 6)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[rows, width]`` to the same."""
+        out = torch.zeros_like(hidden)
+        self.inner(hidden, out)
+        return out + hidden
+
+
+def test_a_replacement_leaves_the_other_arguments_as_they_are() -> None:
+    """Beside a replaced argument, one that the module is to write into is still the caller's."""
+
+    def replacing(kept: list[Any]) -> Body:
+        def body(at: Decoding) -> None:
+            for step in steps():
+                (hidden, out), _ = at.root.inner.inputs
+                at.root.inner.input = hidden + step
+                if step == 4:
+                    at.root.inner.inputs = ((hidden, out + 1), {})
+                kept.append(at.root.output)
+
+        return body
+
+    assert compared(replacing, model=Filled).kinds[2:] == ["tapped", "tapped", "again"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from midstream.interleaving.copies import Rows
+from midstream.interleaving.events import Event
 from midstream.interleaving.node import Node
 from tests.interleaving.toy import Steps, Toy, rows
 
@@ -142,3 +144,86 @@ def test_a_block_that_catches_every_refusal_does_not_hold_the_step(steps: Steps)
     assert isinstance(runs[0].error, ValueError)
     assert 10 < len(caught) < 1000
     assert torch.equal(got, steps.step([rows(3, 1)], [lambda: None]))
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("change", ["transposed", "resized", "other memory"])
+def test_a_copy_of_another_shape_is_its_blocks_error(beside: bool, change: str) -> None:
+    """A copy that no longer fits fails its block alone, though all edits are written together."""
+    steps, seen = Steps(), []
+
+    def misshapen() -> None:
+        value = steps.root.layers[1].mlp.output
+        if change == "transposed":
+            value.t_()
+        elif change == "resized":
+            value.resize_(1, 3)
+        else:
+            value.data = torch.zeros(3, 3)
+        steps.root.layers[2].mlp.output
+
+    def doubling() -> None:
+        steps.root.layers[1].mlp.output[:] *= 2
+        seen.append(steps.root.layers[2].mlp.output)
+
+    inputs = [rows(2, 0), rows(2, 1), rows(2, 2)]
+    blocks = [doubling, misshapen, misshapen if beside else doubling]
+    _, runs = steps.try_step(inputs, blocks)
+    assert [type(run.error) for run in runs[:2]] == [type(None), RuntimeError]
+    assert isinstance(runs[2].error, RuntimeError) is beside
+    steps.step([rows(2, 0)], [doubling])
+    assert torch.equal(seen[0], seen[-1])
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3])
+def test_a_copy_that_was_given_other_memory_is_written(requests: int) -> None:
+    """What a block put into its copy with `.data` reaches the model, however many others do so."""
+    steps = Steps()
+
+    def replacing() -> None:
+        value = steps.root.layers[1].mlp.output
+        value.data = torch.full((2, 4), 7.0)
+        assert bool((steps.root.layers[2].inputs[1]["hidden"] == 7).all())
+
+    steps.step([rows(2, place) for place in range(requests)], [replacing] * requests)
+
+
+def test_a_neighbour_does_not_change_the_order_of_writes(steps: Steps) -> None:
+    """Of leaves that share memory the later one counts, whichever a neighbour has written."""
+    twins, seen = steps.root.layers[0].mlp.twins, []
+
+    def writing_the_second() -> None:
+        twins.output[1][:] = 3.0
+        steps.root.layers[0].mlp.output
+
+    def writing_both() -> None:
+        one, other = twins.output
+        one[:], other[:] = 1.0, 2.0
+        seen.append(steps.root.layers[0].mlp.output)
+
+    steps.step([rows(2, 1)], [writing_both])
+    steps.step([rows(2, 0), rows(2, 1)], [writing_the_second, writing_both])
+    assert torch.equal(*seen)
+
+
+def test_an_edit_that_cannot_be_written_is_its_blocks_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where writing all edits together fails, they are written one by one, and one may fail."""
+    steps, seen, write = Steps(), [], Event._write
+
+    def failing(event: Event, index: int, span: Rows, value: torch.Tensor) -> None:
+        if span.stop > 4:
+            raise MemoryError("none left")
+        write(event, index, span, value)
+
+    def doubling() -> None:
+        steps.root.layers[1].mlp.output[:] *= 2
+        seen.append(steps.root.layers[2].mlp.output)
+
+    steps.step([rows(2, 0)], [doubling])
+    monkeypatch.setattr(Event, "_write", failing)
+    _, runs = steps.try_step([rows(2, place) for place in range(3)], [doubling] * 3)
+    assert [type(run.error) for run in runs] == [type(None), type(None), MemoryError]
+    assert len(seen) == 3
+    assert torch.equal(seen[0], seen[1])

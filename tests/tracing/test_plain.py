@@ -76,3 +76,18 @@ def test_everything_else_may_do_anything(text: str) -> None:
     except SyntaxError:
         pytest.fail(f"no block: {text}")
     assert not compiled.plain
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "max([1, 2], key=torch.manual_seed)",
+        "min(x, key=y.normal_)",
+        "x.sort(key=torch.set_default_dtype)",
+        "max(x, **{'key': torch.manual_seed})",
+    ],
+)
+def test_a_function_that_is_handed_over_may_do_more(call: str) -> None:
+    """What a known function is given to call is not known."""
+    assert not code(call).compiled().plain
+    assert code("best = max(x, default=0)").compiled().plain

@@ -90,7 +90,14 @@ class Copies:
             len(edits) == len(parts) == len(self._spans)
             and sum(rows.stop - rows.start for rows in parts) == self.hull.shape[self._axis]
             and all(not edit.replace and parts.get(edit.rows) is edit.value for edit in edits)
+            and all(map(self._is_here, edits))
         )
+
+    def _is_here(self, edit: Edit) -> bool:
+        """Whether an edit's tensor is still in this memory: `x.data = y` gives it other memory."""
+        offset = (edit.rows.start - self._low) * self.hull.stride(self._axis)
+        at = self.hull.data_ptr() + offset * self.hull.itemsize
+        return edit.value.data_ptr() == at and edit.value.stride() == self.hull.stride()
 
     def cloned(self) -> Copies:
         """The same with memory of its own."""

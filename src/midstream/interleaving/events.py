@@ -7,7 +7,7 @@ the residual stream in place), so a view handed out would later hold another lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +39,7 @@ class Event:
 
     Attributes:
         writes: what blocks have written, in order; None if nobody keeps it.
+        before_write: called with a tensor that is going to be written into.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Event:
             self._high = max(span.stop for span in spans)
         self._copies: dict[int, Copies] = {}
         self._edits: dict[int, list[Edit]] = {}
+        self._shapes: dict[tuple[int, int], torch.Size] = {}
         self._bundles: dict[Rows, Bundle] | None = None
         self._replaced: dict[int, dict[Rows, torch.Tensor]] = {}
         self._value = value
@@ -66,6 +68,7 @@ class Event:
         self._axes: dict[int, int | None] = {}
         self.has_items = not isinstance(value, torch.Tensor) and _has_items(value)
         self.writes: list[Put] | None = None
+        self.before_write: Callable[[torch.Tensor], None] | None = None
 
     def axis(self, index: int) -> int | None:
         """The axis of a leaf that runs over the step's rows; None if it has none."""
@@ -133,27 +136,58 @@ class Event:
 
         All edits of an event are written together: a copy of its own for each of many requests
         takes longer than the model's own work.
+
+        Raises:
+            RuntimeError: the copy was given a shape that does not fit.
         """
         if self._check is not None:
             self._check(index, edit.value, edit.rows)
+        shape = self._shape(index, edit.rows)
+        if edit.value.shape != shape:  # once all are written together it is nobody's error
+            edit = edit._replace(value=edit.value.expand(shape))
         self._edits.setdefault(index, []).append(edit)
 
-    def flush(self) -> None:
-        """Write what blocks have changed in place into what the model goes on with."""
-        for index, edits in self._edits.items():
+    def _shape(self, index: int, rows: Rows) -> torch.Size:
+        """Of a request's rows of a leaf."""
+        count = rows.stop - rows.start
+        if (index, count) not in self._shapes:
+            self._shapes[index, count] = self.live(index, rows).shape
+        return self._shapes[index, count]
+
+    def flush(self) -> list[tuple[Rows, Exception]]:
+        """Write what blocks have changed in place into what the model goes on with.
+
+        Returns:
+            The rows of edits that could not be written, with the reason.
+        """
+        failed: list[tuple[Rows, Exception]] = []
+        for index, edits in sorted(self._edits.items()):
             copies = self._copies.get(index)
-            all_of_them = copies is not None and copies.are_all(edits)
-            if self._is_models is not None and self._is_models(self.leaves[index]):
-                for edit in edits:
-                    self._replaced.setdefault(index, {})[edit.rows] = edit.value
-            elif copies is not None and all_of_them:
-                hull = Rows(self._low, self._high)
-                self._write(index, hull, copies.hull)
-            else:
-                for edit in edits:
-                    self._write(index, edit.rows, edit.value)
-            self._keep(index, edits, copies if all_of_them else None)
+            try:
+                together = copies is not None and copies.are_all(edits)
+                self._write_edits(index, edits, copies if together else None)
+            except Exception:  # noqa: BLE001  # no memory left, say: whose it is comes out below
+                failed += self._one_by_one(index, edits)
         self._edits.clear()
+        return failed
+
+    def _write_edits(self, index: int, edits: Sequence[Edit], copies: Copies | None) -> None:
+        if self._is_models is not None and self._is_models(self.leaves[index]):
+            for edit in edits:
+                self._replaced.setdefault(index, {})[edit.rows] = edit.value
+        elif copies is not None:
+            self._write(index, Rows(self._low, self._high), copies.hull)
+        else:
+            for edit in edits:
+                self._write(index, edit.rows, edit.value)
+        self._keep(index, edits, copies)
+
+    def _one_by_one(self, index: int, edits: Sequence[Edit]) -> Iterator[tuple[Rows, Exception]]:
+        for edit in edits:
+            try:
+                self._write_edits(index, [edit], None)
+            except Exception as error:  # noqa: BLE001  # the block's, never the engine's
+                yield edit.rows, error
 
     def _keep(self, index: int, edits: Sequence[Edit], copies: Copies | None) -> None:
         """Keep what was written for those who may write it again."""
@@ -194,6 +228,8 @@ class Event:
 
     def _write(self, index: int, rows: Rows, value: torch.Tensor) -> None:
         leaf = self.leaves[index]
+        if self.before_write is not None:
+            self.before_write(leaf)
         with torch.inference_mode(leaf.is_inference()):
             cut(leaf, self.axis(index), rows.start, rows.stop).copy_(value)
 

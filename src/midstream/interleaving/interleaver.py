@@ -194,11 +194,11 @@ class Interleaver:
         """The blocks that wait for a location."""
         return self._waiting.get(location, [])
 
-    def waiting_in_forward(self) -> Iterator[Run]:
-        """The blocks that wait for something inside the forward."""
+    def waiting_in_forward(self) -> Iterator[tuple[Location, Sequence[Run]]]:
+        """The locations inside the forward that blocks wait for, with the blocks."""
         for location, runs in self._waiting.items():
             if not self.order.is_behind_forward(location):
-                yield from runs
+                yield location, runs
 
     @property
     def runs_anew(self) -> bool:
@@ -276,9 +276,10 @@ class Interleaver:
         for together in _in_turns(runs) if self._in_turns else (runs,):
             event = self._event(location, value, [rows[run] for run in together], sizes, check)
             if self.tapping.again.keeping:
-                event.writes = []
+                event.writes, event.before_write = [], self.tapping.again.spare
             self._serving.serve(together, location, event, rows)
-            event.flush()
+            for span, error in event.flush():
+                _fail([run for run in together if rows[run] == span], error)
             self.tapping.again.keep(location, event)
             value = event.result()
         return value
@@ -469,6 +470,11 @@ class Interleaver:
             yield
         finally:
             order.charting, self._observing = before
+
+
+def _fail(runs: Sequence[Run], error: Exception) -> None:
+    for run in runs:
+        run.fail(error)
 
 
 def _in_turns(runs: Sequence[Run]) -> list[list[Run]]:

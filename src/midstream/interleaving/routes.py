@@ -21,17 +21,20 @@ MOST_WRONG = 8
 MOST_PATIENCE = 8
 """Steps that a guess is waited for at most, see ``Guess``."""
 
+Leaf = tuple[Location, int]
+"""A tensor of the value at a location, by its place among them."""
+
 
 class Needs(NamedTuple):
     """What a prepared forward has to offer.
 
     Attributes:
         locations: where blocks meet it.
-        replaced: those of them where a block gives the model another tensor.
+        replaced: leaves of their values in whose place a block gives the model another tensor.
     """
 
     locations: frozenset[Location] = frozenset()
-    replaced: frozenset[Location] = frozenset()
+    replaced: frozenset[Leaf] = frozenset()
 
     def within(self, other: Needs) -> bool:
         """Whether another one's offer is enough."""
@@ -80,7 +83,7 @@ class Route:
     def learn(
         self,
         visited: Set[Location],
-        replaced: Set[Location],
+        replaced: Set[Leaf],
         is_behind: Callable[[Location], bool],
     ) -> None:
         """Take in what was met in a step.

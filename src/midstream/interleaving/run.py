@@ -119,7 +119,7 @@ class Run:
         plain: whether it does nothing but compute, so that no mode, stream or generator of the
             thread has to be exchanged around its visits.
         visited: locations that it has met in this step.
-        replaced: those of them where it has given the model another tensor.
+        replaced: leaves of their values in whose place it has given the model another tensor.
         uses_source: whether the block may ask for operations inside a forward.
         snapshots: the values it was given and still holds.
         log: keeps what it writes, if its request may be run anew.
@@ -165,7 +165,7 @@ class Run:
         self.code: str | None = None
         self.plain = False
         self.visited: set[Location] = set()
-        self.replaced: set[Location] = set()
+        self.replaced: set[tuple[Location, int]] = set()
         self.uses_source = False
         self._marked: tuple[Location, CodeType | None, int] | None = None
         self.snapshots = snapshots or Snapshots()

@@ -42,7 +42,7 @@ class Served:
     """One event as one block sees it: its rows, and the way back for what it changes.
 
     Attributes:
-        replaces: whether the block has given the model another tensor.
+        replaced: leaves in whose place the block has given the model another tensor.
     """
 
     # Here and not set for each: there may be thousands of them in a step, and most are only read.
@@ -52,7 +52,7 @@ class Served:
     _assigned: Mapping[int, torch.Tensor] = MappingProxyType({})
     _refused: Mapping[int, int] = MappingProxyType({})
     _counted = False
-    replaces = False
+    replaced: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class Served:
         if not replace:
             event.edit(index, edit)
             return
-        self.replaces = True
+        self.replaced = (*self.replaced, index)
         event.put(index, self._rows, value, replace=True)
         if event.keeps(self._log):
             event.keep(index, edit, value.clone())  # the block may go on to change its own

@@ -59,8 +59,8 @@ class Serving:
             run.resume_plainly()
             if not served.is_as_read:
                 self._settle(run, served)
-                if served.replaces:
-                    run.replaced.add(location)
+            if served.replaced:
+                run.replaced.update((location, leaf) for leaf in served.replaced)
             run.place = run.served = None
             wanted = run.wanted
             if wanted is last and wanted is not None and not run.uses_source and not run.done:
@@ -80,8 +80,8 @@ class Serving:
             self._settle(run, served)
         finally:
             run.place = run.served = None
-            if served.replaces:
-                run.replaced.add(location)
+            if served.replaced:
+                run.replaced.update((location, leaf) for leaf in served.replaced)
         at.after(run)
 
     def _settle(self, run: Run, served: Served) -> None:

@@ -6,7 +6,7 @@ blocks that wait there are given the values, which lie in the recording's own me
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,8 +40,8 @@ class Tapped:
 
     Args:
         interleaver: serves the blocks at the breaks.
-        needs: where there are breaks. At a location that is replaced the forward goes on with a
-            tensor of its own, so that other holders of the module's keep theirs.
+        needs: where there are breaks. In the place of a leaf that is replaced the forward goes on
+            with a tensor of its own, so that other holders of the module's keep theirs.
 
     Attributes:
         live: whether blocks are served; while it is recorded they are not.
@@ -86,24 +86,31 @@ class Tapped:
     def _break(self, recorder: Recorder, location: Location, value: Any) -> Any:
         leaves, build = flatten(value)
         held = [_map(recorder.hold, leaf) for leaf in leaves]
-        if location not in self.needs.replaced:
-            recorder.pause(partial(self._serve, location, build(held), ()))
-            return value
-        own = [_map(torch.empty_like, leaf) for leaf in leaves]
-        buffers = [_map(recorder.hold, leaf) for leaf in own]
+        own = {
+            index: torch.empty_like(leaf)
+            for index, leaf in enumerate(leaves)
+            if (location, index) in self.needs.replaced
+        }
+        buffers = {index: recorder.hold(leaf) for index, leaf in own.items()}
         recorder.pause(partial(self._serve, location, build(held), buffers))
-        return build(own)
+        return build([own.get(i, leaf) for i, leaf in enumerate(leaves)]) if own else value
 
-    def _serve(self, location: Location, value: Any, buffers: list[Any] | tuple[()]) -> None:
+    def _serve(self, location: Location, value: Any, buffers: Mapping[int, torch.Tensor]) -> None:
         if not self.live:
             return
         given = self._interleaver.serve(location, value)
-        if given is not value and not buffers:
-            raise Missed
-        for buffer, leaf in zip(buffers, flatten(given)[0], strict=bool(buffers)):
-            if isinstance(buffer, torch.Tensor):
-                buffer.copy_(leaf)
+        if buffers or given is not value:
+            _fill(buffers, flatten(value)[0], flatten(given)[0])
         if self._interleaver.tapping.has_missed:
+            raise Missed
+
+
+def _fill(buffers: Mapping[int, torch.Tensor], leaves: list[Any], given: list[Any]) -> None:
+    """Put what the forward is to go on with where it will look for it."""
+    for index, (leaf, new) in enumerate(zip(leaves, given, strict=True)):
+        if index in buffers:
+            buffers[index].copy_(new)
+        elif new is not leaf:
             raise Missed
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from midstream.interleaving.again import Again
 from midstream.interleaving.copies import Rows
 from midstream.interleaving.locations import Location
-from midstream.interleaving.routes import Guess, Routes
+from midstream.interleaving.routes import Guess, Needs, Routes
 from midstream.interleaving.run import Run
 
 if TYPE_CHECKING:
@@ -57,19 +57,26 @@ class Tapping:
 
     @contextmanager
     def phase(
-        self, tapped: Tapped, rows: Mapping[Run, Rows], sizes: Sequence[int]
+        self,
+        tapped: Tapped,
+        rows: Mapping[Run, Rows],
+        sizes: Sequence[int],
+        inputs: Iterable[Any] = (),
     ) -> Iterator[None]:
         """The forward of a step as a recorded one; as ``Interleaver.phase`` otherwise.
+
+        Args:
+            inputs: what the forward is called with, to begin with the same if it runs again.
 
         Left by ``Missed``, the forward has to be run again: after ``run_again``, by hand.
         """
         self._tapped, self.has_missed, tapped.live = tapped, False, True
-        self.again.begin()
+        self.again.begin(inputs)
         try:
             with self._interleaver.phase(rows, sizes, logged=True, by_hand=False):
                 yield
         finally:
-            self._tapped, tapped.live = None, False
+            self._tapped, tapped.live, self.again.keeping = None, False, False
 
     @property
     def is_under_way(self) -> bool:
@@ -86,10 +93,16 @@ class Tapping:
             behind = self._interleaver.order.is_behind_forward(location)
             self.has_missed = self.has_missed or not behind
 
-    def run_again(self) -> None:
-        """Begin the step's forward once more, for the blocks that wait."""
-        for run in self._interleaver.waiting_in_forward():
-            self.routes.count_wrong(run.code)
+    def run_again(self, needs: Needs) -> None:
+        """Begin the step's forward once more, for the blocks that wait.
+
+        Args:
+            needs: what the recorded forward had to offer.
+        """
+        waiting = self._interleaver.waiting_in_forward()
+        missed = [runs for location, runs in waiting if location not in needs.locations]
+        for code in {run.code for runs in missed for run in runs}:
+            self.routes.count_wrong(code)
         self._interleaver.begin_again(self.again.run())
 
     def end(self) -> None:

@@ -50,6 +50,8 @@ def _is_known(node: ast.AST) -> bool:
     if isinstance(node, ast.Attribute):
         read = isinstance(node.ctx, ast.Load) and not node.attr.startswith("_")
         return read or (isinstance(node.ctx, ast.Store) and node.attr in _ASSIGNED)
+    if isinstance(node, ast.keyword):  # `key=torch.manual_seed` is a call; `**` may hold one
+        return node.arg not in (None, "key")
     if not isinstance(node, ast.Call):
         return True
     called = node.func

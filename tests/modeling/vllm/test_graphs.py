@@ -24,8 +24,8 @@ GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 
 def needs(*paths: str, replaced: tuple[str, ...] = ()) -> Needs:
     """Outputs of modules, some of them replaced."""
-    places, kept = ({Location(path, "output") for path in found} for found in (paths, replaced))
-    return Needs(frozenset(places), frozenset(kept))
+    places = frozenset(Location(path, "output") for path in paths)
+    return Needs(places, frozenset((Location(path, "output"), 0) for path in replaced))
 
 
 class Recording:
@@ -240,3 +240,27 @@ def test_a_block_that_fails_in_a_recorded_step(recorded: Any) -> None:
     captures = recorded.stats().graphs["captures"]
     assert len(failing(99)) == 7
     assert recorded.stats().graphs["captures"] == captures
+
+
+def test_an_edited_position_beside_a_wrong_guess(recorded: Any) -> None:
+    """Where a step runs again, the layers before an edit of the positions see them unedited."""
+
+    def shifting() -> tuple[list[Any], list[int]]:
+        with recorded.trace(A, **GREEDY) as tracer:
+            rows = [].save()
+            for step in tracer.iter[1:]:
+                recorded.model.layers[1].inputs[0][0][:] += 3
+                if step == 4:
+                    rows.append(recorded.model.layers[2].mlp.input)
+                rows.append(recorded.model.layers[2].output[0])
+        return rows, list(tracer.result.outputs[0].token_ids)
+
+    runner = runner_of(recorded)
+    kept, runner.graphs = runner.graphs, None
+    right, tokens = shifting()
+    runner.graphs = kept
+    runner.blocks.interleaver.tapping.routes = Routes()
+    rows, found = shifting()
+    assert runner.graphs.counts.wrong_guesses == 1
+    assert found == tokens
+    assert all(torch.equal(a, b) for a, b in zip(rows, right, strict=True))

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from midstream.modeling.vllm.engine.blocks import HostedBlock
+from midstream.modeling.vllm.engine.plain import is_plain
+from midstream.modeling.vllm.engine.readonly import ReadOnlyTensor
+from midstream.tracing import Block, Code
 from tests.support.checkpoints import A
 
 GREEDY = {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True}
@@ -94,3 +97,55 @@ def test_a_value_of_an_operator_of_its_own_keeps_its_generator(llama: Any) -> No
     after = random.random()
     random.seed(5)
     assert random.random() == after
+
+
+class Noisy(torch.nn.Module):
+    """Draws random numbers where a tensor would compute."""
+
+    def __matmul__(self, other: Any) -> Any:
+        """Return noise."""
+        return torch.randn_like(other)
+
+
+def recognised(source: str, stored: dict[str, Any] | None = None, **values: Any) -> bool:
+    """Whether a block is recognised."""
+    return is_plain(Block(code=Code(f"    {source}\n", "f.py", 2), values=values), stored or {})
+
+
+def holding_itself() -> list[Any]:
+    """A list that is its own item."""
+    made: list[Any] = [1]
+    made.append(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    "value", [3, torch.ones(2), ReadOnlyTensor.of(torch.ones(2)), {"a": [1, (2.0,)]}]
+)
+def test_numbers_tensors_and_containers_of_them_are_plain(value: Any) -> None:
+    """Operations on them are known."""
+    assert recognised("y = x + x", x=value)
+
+
+@pytest.mark.parametrize("value", [Noisy(), [Noisy()], {"a": {"b": print}}, list(range(1000))])
+def test_objects_of_others_are_not(value: Any) -> None:
+    """Their operators may do anything; and what is large is not looked through."""
+    assert not recognised("y = x + x", x=value)
+
+
+def test_a_list_that_holds_itself_is_looked_at_once() -> None:
+    """A block with such a value runs like any other; shared parts are not looked at again."""
+    assert recognised("y = x[0]", x=holding_itself())
+    shared: list[Any] = [1]
+    for _ in range(60):
+        shared = [shared, shared]
+    assert recognised("y = x[0]", x=shared)
+
+
+def test_stored_objects_are_looked_at_where_a_block_takes_them() -> None:
+    """A stored module makes those blocks ordinary that use what is stored."""
+    reading, other = "y = model.stored['sae'] @ x", "y = model.output"
+    tensor = {"sae": ReadOnlyTensor.of(torch.ones(2))}
+    assert recognised(reading, tensor)
+    assert not recognised(reading, {"sae": Noisy()})
+    assert recognised(other, {"sae": Noisy()})

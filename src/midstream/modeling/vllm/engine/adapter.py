@@ -198,13 +198,13 @@ class BlockRunner:
         assert self.graphs is not None
         interleaver, (tapped, recorded) = self.blocks.interleaver, self._graph
         try:
-            with interleaver.tapping.phase(tapped, self._rows, self._sizes):
+            with interleaver.tapping.phase(tapped, self._rows, self._sizes, inputs.values()):
                 value = recorded.replay(forward, inputs)
             self.graphs.counts.replays += 1
             return value
         except Missed:
             self.graphs.counts.wrong_guesses += 1
-            interleaver.tapping.run_again()
+            interleaver.tapping.run_again(tapped.needs)
         return self._with_blocks(forward)(**inputs)
 
     # One step, in the order vLLM calls these.

@@ -71,7 +71,7 @@ class HostedBlock:
         self._block = self._common.opened.block(
             lambda name: self._host.resolve(name, stored), self._rest
         )
-        self.run.code, self.run.plain = _digest(self._block), is_plain(self._block)
+        self.run.code, self.run.plain = _digest(self._block), is_plain(self._block, stored)
         execution = Execution(self._block, model=self._host.model, tracer=self._host.tracer)
         for name in self._keep:
             if name in execution.namespace:

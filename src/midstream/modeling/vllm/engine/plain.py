@@ -9,30 +9,45 @@ import torch
 
 from midstream.interleaving.node import Node
 from midstream.modeling.vllm.engine.inside import BlockModel, BlockTracer
+from midstream.modeling.vllm.engine.readonly import ReadOnlyTensor
 from midstream.tracing import Block
 
 _TYPES = frozenset(
     (
         *(bool, int, float, complex, str, bytes, type(None), slice, range),
         *(torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, torch.Size),
+        ReadOnlyTensor,
     )
 )
 _OURS = (Node, BlockModel, BlockTracer)
 _MOST_ITEMS = 100
 
 
-def is_plain(block: Block) -> bool:
-    """Whether a block does nothing but compute, as far as can be seen."""
+def is_plain(block: Block, stored: Mapping[str, Any]) -> bool:
+    """Whether a block does nothing but compute, as far as can be seen.
+
+    Args:
+        stored: what it may take from ``model.stored``.
+    """
     if block.code is None or not block.code.compiled().plain:
         return False
-    return all(map(_is_plain_value, block.values.values()))
+    values = list(block.values.values())
+    if "stored" in block.code.compiled().code.co_names:
+        values += stored.values()
+    return _are_plain(values)
 
 
-def _is_plain_value(value: Any) -> bool:
-    """Whether operations on a value, and calls of its known methods, only compute."""
-    if type(value) in _TYPES or value is torch or isinstance(value, _OURS):
-        return True
-    if type(value) not in (list, tuple, dict) or len(value) > _MOST_ITEMS:
-        return False
-    items = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
-    return all(map(_is_plain_value, items))
+def _are_plain(values: list[Any]) -> bool:
+    """Whether operations on values, and calls of their known methods, only compute."""
+    left, seen = values, set[int]()
+    while left:
+        value = left.pop()
+        if type(value) in _TYPES or value is torch or isinstance(value, _OURS):
+            continue
+        if id(value) in seen:  # a list may hold itself
+            continue
+        seen.add(id(value))
+        if type(value) not in (list, tuple, dict) or max(len(seen), len(value)) > _MOST_ITEMS:
+            return False
+        left += [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    return True
