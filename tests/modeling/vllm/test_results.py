@@ -165,20 +165,47 @@ def test_a_stopped_request_does_not_wait(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["result", "sequence"])
-def test_saves_are_not_in_it(llama: Any, form: str) -> None:
-    """Values of edits are on the caller's result alone, and asking for them in a block says so."""
-    with llama.edit() as (_, edit):
-        rows = len(llama.model.layers[1].output[0])
-        rows.save()
+def test_values_of_edits_are_in_it(llama: Any, form: str) -> None:
+    """A block is given what edits saved: of one name the later one's, as its own values (C59)."""
+    with llama.edit() as (tracer, first):
+        shared = "first"
+        rows = [].save()
+        shared.save()
+        for _ in tracer.iter[:]:
+            rows.append(sum(llama.model.layers[1].output))
+    with llama.edit() as (_, second):
+        shared = "second"
+        shared.save()
     try:
-        with pytest.raises(InterventionError, match=r"After the `with` statement") as caught:
-            with llama.trace(A, max_tokens=1, **GREEDY) as tracer:
-                result = tracer.result
-                found = (result if form == "result" else result.outputs[0]).saves
-        assert isinstance(caught.value.__cause__, UnsupportedError)
-        assert tracer.result.saves == {"rows": len(A)}
+        with llama.trace(A, max_tokens=2, **GREEDY) as tracer:
+            result = tracer.result
+            found = (result if form == "result" else result.outputs[0]).saves
+            again = (result if form == "result" else result.outputs[0]).saves is found
+            names, lengths = sorted(found), [len(each) for each in found["rows"]]
+            copied = found["rows"][0].clone()
+            found["rows"][0][:] = 0
+            which = found["shared"]
+            several = [names, lengths, copied, which, again].save()
+        outer = tracer.result.saves
     finally:
-        edit.clear()
+        first.clear()
+        second.clear()
+    names, lengths, copied, which, again = several
+    assert (names, lengths, which, again) == (["rows", "shared"], [len(A), 1], "second", True)
+    assert torch.equal(outer["rows"][0], copied)
+    assert copied.abs().max() > 0
+    assert outer["shared"] == "second"
+
+
+@pytest.mark.parametrize("form", ["result", "sequence"])
+def test_without_edits_there_are_no_values_in_it(llama: Any, form: str) -> None:
+    """What the block itself saves is bound to its names later, which the error says."""
+    with pytest.raises(InterventionError, match=r"no edit ran beside") as caught:
+        with llama.trace(A, max_tokens=1, **GREEDY) as tracer:
+            result = tracer.result
+            found = (result if form == "result" else result.outputs[0]).saves
+    assert isinstance(caught.value.__cause__, UnsupportedError)
+    assert not hasattr(tracer.result, "saves")
 
 
 def test_saves_of_the_tracer_in_a_block(llama: Any) -> None:

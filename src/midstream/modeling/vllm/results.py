@@ -6,10 +6,11 @@ after the request has closed, and the client sends it what vLLM made of the requ
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from midstream.errors import UnsupportedError
 from midstream.modeling.vllm.payloads import Record, pack, unpack
@@ -18,21 +19,30 @@ from midstream.modeling.vllm.unsupported import RESULT_SAVES
 _NAME = "result"
 
 
-class _WithoutSaves:
-    """What the engine does not know of a finished request."""
+class _WithEditsSaves:
+    """What the engine knows of the values of a finished request."""
+
+    _edits: Mapping[str, Any] | None = None  # no field: it does not travel
+    _copied: Mapping[str, Any] | None = None
 
     @property
-    def saves(self) -> NoReturn:
-        """Refuse: only the client has what was saved.
+    def saves(self) -> Mapping[str, Any]:
+        """What installed edits saved beside this sequence, as in the caller's `result.saves`.
+
+        The values are the block's own: changing one changes nothing of what the caller gets.
 
         Raises:
-            UnsupportedError: always.
+            UnsupportedError: no edit ran, or another sequence's are asked for.
         """
-        raise UnsupportedError(RESULT_SAVES)
+        if self._edits is None:
+            raise UnsupportedError(RESULT_SAVES)
+        if self._copied is None:
+            self._copied = copy.deepcopy(dict(self._edits))
+        return self._copied
 
 
 @dataclass
-class Completion(_WithoutSaves):
+class Completion(_WithEditsSaves):
     """One finished sequence, with vLLM's names and values.
 
     Attributes:
@@ -55,7 +65,7 @@ class Completion(_WithoutSaves):
 
 
 @dataclass
-class Result(_WithoutSaves):
+class Result(_WithEditsSaves):
     """A finished request, with the names of vLLM's `RequestOutput`.
 
     ``text``, ``token_ids``, ``logprobs``, ``finish_reason`` and ``stop_reason`` are those of the
@@ -78,6 +88,10 @@ class Result(_WithoutSaves):
     outputs: list[Completion] = field(default_factory=list)
     sequence: int = 0
     finished: bool = True
+
+    def give_saves(self, edits: Mapping[str, Any]) -> None:
+        """Let the block have what edits saved."""
+        self._edits = self._own._edits = edits
 
     @property
     def _own(self) -> Completion:

@@ -25,9 +25,9 @@ EDIT_RESULT = (
 )
 
 RESULT_SAVES = (
-    "`saves` of a result that a block is given is not supported: what blocks and edits save goes "
-    "straight to the caller, and does not come back into the engine. After the `with` statement "
-    "`tracer.result.saves` has what edits saved, and what this block saves is bound to its names."
+    "`saves` of a result that a block is given has the values of installed edits, and there are "
+    "none: no edit ran beside this sequence. What the block itself saves is bound to its names "
+    "after the `with` statement."
 )
 
 EDIT_INVOKE = (

@@ -54,7 +54,8 @@ class HostedBlock:
         self._edit = edit
         self._block: Block | None = None
         self._execution: Execution | None = None
-        self.recorded = False
+        self._saved: dict[str, Any] = {}
+        self.recorded = self.keeps_saves = False
         self.run = Run(
             self._execute,
             seed=zlib.crc32(rest, common.digest),
@@ -136,7 +137,9 @@ class HostedBlock:
         for recorder in self.run.recorders:
             recorder.settle()
         self.recorded = True
-        saves, error = self._saves(), self.run.error
+        saves, error = self.saves, self.run.error
+        if not self.keeps_saves:
+            self._saved = {}
         try:
             check_saves(saves, self._host.limits.max_save_bytes)
         except LimitExceededError as exceeded:
@@ -150,9 +153,13 @@ class HostedBlock:
             extra={EDIT: self._edit.id} if self._edit is not None else {},
         )
 
-    def _saves(self) -> dict[str, Any]:
+    @property
+    def saves(self) -> dict[str, Any]:
+        """What it has saved, by name; asked for when it is done. Then only that is kept of it."""
         execution, self._execution = self._execution, None
-        return execution.saves() if execution is not None else {}
+        if execution is not None:
+            self._saved = execution.saves()
+        return self._saved
 
     def _error(self, error: BaseException | None) -> BlockError | None:
         if error is None:

@@ -68,6 +68,8 @@ class HostedRequest:
         if payload.block:
             common, rest = _parts(payload, host.commons)
             self._own = HostedBlock(request_id, host, common, rest, payload.keep)
+            for edit in self._edits:
+                edit.keeps_saves = True
         self.blocks = [*self._edits, *([self._own] if self._own is not None else [])]
         for turn, block in enumerate(self.blocks):
             block.run.turn = turn
@@ -124,6 +126,9 @@ class HostedRequest:
     def give_result(self, result: Any) -> None:
         """Let its own block, which waits for it, have the result; None if it was aborted."""
         assert self._own is not None
+        if result is not None and self._edits:
+            edits = [edit.saves for edit in self._edits]
+            result.give_saves({name: saves[name] for saves in edits for name in saves})
         self._own.run.begin_step()
         self._own.run.give_result(MidstreamError(_ABORTED) if result is None else result)
 
