@@ -64,7 +64,7 @@ def lose_writes_of_one_row(patch: pytest.MonkeyPatch) -> None:
 
 def take_any_structure(patch: pytest.MonkeyPatch) -> None:
     """A replacement of another structure or shape is not refused at once."""
-    patch.setattr("midstream.interleaving.events.same_shape", lambda *_: True)
+    patch.setattr("midstream.interleaving.served.same_shape", lambda *_: True)
 
 
 Fault = Callable[[pytest.MonkeyPatch], None]
