@@ -79,7 +79,8 @@ class Again:
         A module may be called several times in a forward, and is recorded each time.
         """
         if not self.running:
-            self._recorded[location] += 1
+            if self.keeping:
+                self._recorded[location] += 1
             return False
         self._recorded[location] -= 1
         return self._recorded[location] >= 0

@@ -175,15 +175,10 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, value: Any, sizes: Sequence[int]) -> Call:
         """Take a value apart."""
-        is_pair = type(value) is tuple and not any(map(_is_container, value))
-        leaves, build = (list(value), tuple) if is_pair else flatten(value)
+        leaves, build = flatten(value)
         axes = [row_axis(leaf, sizes) for leaf in leaves]
-        is_flat = (is_pair and bool(leaves)) or isinstance(value, torch.Tensor)
+        is_flat = (build is tuple and bool(leaves)) or isinstance(value, torch.Tensor)
         return cls(leaves, axes, build, is_flat and all(map(_has_rows, leaves, axes)))
-
-
-def _is_container(part: Any) -> bool:
-    return isinstance(part, tuple | list | dict)
 
 
 def _has_rows(leaf: Any, axis: int | None) -> bool:

@@ -174,7 +174,7 @@ class Interleaver:
         )
 
     def serve(self, location: Location, value: Any) -> Any:
-        """Offer a recorded forward's value at a break; see ``hand_over``."""
+        """Offer a value to the blocks that wait for it, see ``hand_over``, and to caches."""
         value = self.hand_over(location, value)
         if location.path in self._recording:
             self._record(location, value)
@@ -306,10 +306,7 @@ class Interleaver:
         Returns:
             What it is to be called with.
         """
-        call = self.hand_over(Location(path, "input"), call)
-        if path in self._recording:
-            self._record(Location(path, "input"), call)
-        return call
+        return self.serve(Location(path, "input"), call)
 
     def leave(self, path: str, value: Any) -> Any:
         """Offer what a module returned: to the blocks that skip it, then to those that wait.
@@ -319,10 +316,7 @@ class Interleaver:
         """
         if Location(path, SKIP) in self._waiting:
             value = self.hand_over(Location(path, SKIP), value)
-        value = self.hand_over(Location(path, "output"), value)
-        if path in self._recording:
-            self._record(Location(path, "output"), value)
-        return value
+        return self.serve(Location(path, "output"), value)
 
     def _record(self, location: Location, value: Any) -> None:
         """Keep a value, as all blocks have left it, for those that record it."""

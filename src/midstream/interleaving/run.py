@@ -214,7 +214,7 @@ class Run:
     def resume_plainly(self) -> None:
         """As ``resume``, for a plain block while the thread is as all blocks find it at first.
 
-        What others do in several functions is here in one: a step may have thousands of visits.
+        Nothing is exchanged around it: a step may have thousands of visits.
         """
         block, clock = self._greenlet, self.clock
         late = self.seconds > clock.block or clock.in_step > clock.step
@@ -225,17 +225,7 @@ class Run:
         if block.parent is not current:
             block.parent = current
         self.wanted = None
-        clock.thread, clock.started = get_ident(), monotonic()
-        try:  # in this order, see `watchdog`
-            clock.run = self
-            if WATCHDOG.rests:
-                WATCHDOG.wake()
-            block.switch()
-        except TimeUp:  # arrived as the block gave control back
-            pass
-        finally:
-            clock.run = None
-        self._count_time(clock)
+        self._switch(None)
         if self.overrun is not None:
             self.fail(self.overrun)
 
@@ -272,9 +262,6 @@ class Run:
             pass
         finally:
             clock.run = None
-        self._count_time(clock)
-
-    def _count_time(self, clock: Clock) -> None:
         if clock.fired:
             try:
                 clock.disarm()

@@ -151,11 +151,6 @@ class TappedGraphs:
             self.counts.evictions += 1
         self.counts.held = len(self._graphs)
 
-    def clear(self) -> None:
-        """Let go of all of them."""
-        self._graphs.clear()
-        self._wish = None
-
     def report(self) -> dict[str, int]:
         """The counts as plain data."""
         return asdict(self.counts)
