@@ -50,7 +50,8 @@ class Limits:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not a number.")
             if not (value > 0 or (name == "max_graphs" and value == 0)):
-                raise ValueError(f"{name}={value!r}: expected a number above zero.")
+                none = ", or 0 for no graphs" if name == "max_graphs" else ""
+                raise ValueError(f"{name}={value!r}: expected a number above zero{none}.")
 
     @classmethod
     def taken_from(cls, arguments: dict[str, Any]) -> Limits:
