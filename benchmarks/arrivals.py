@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.shapes import Scale
-
 from benchmarks import blocks
+from benchmarks.shapes import Scale
 
 
 @dataclass(frozen=True)

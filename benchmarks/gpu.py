@@ -22,11 +22,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import report, shapes
 from benchmarks.catalogue import ROWS
 from benchmarks.measuring import Recorder, Results
 from benchmarks.table import write
-
-from benchmarks import report, shapes
 
 RESULTS = Path(__file__).parent / "results"
 _GRACE = 90.0  # seconds past its deadline after which a process is taken to hang

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks import traced
 from benchmarks.arrivals import Flow, Schedule, run_plain
 from benchmarks.catalogue import ROWS
 from benchmarks.measuring import Cell, Recorder, first_line
 from benchmarks.shapes import Scale, engine
-
-from benchmarks import traced
 
 
 def plain(recorder: Recorder, rows: Sequence[str], scale: Scale, *, is_tiny: bool) -> None:

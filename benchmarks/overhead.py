@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import throughput
 from benchmarks.table import interleaved_us, markdown, median_us, write
-
 from midstream import VLLM
 from midstream.tracing import Capture
 
@@ -181,9 +180,8 @@ def models(given: list[str]) -> dict[str, tuple[str, dict[str, Any]]]:
     """Folders to measure, with engine arguments."""
     if given:
         return {Path(path).name: (path, {}) for path in given}
-    from tests.support.checkpoints import checkpoint
-
     from midstream.demo import demo_model
+    from tests.support.checkpoints import checkpoint
 
     small = {"dtype": "float32", "max_model_len": 512}
     tiny = str(checkpoint("T-LLAMA", with_tokenizer=True))

@@ -20,8 +20,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from benchmarks.table import markdown, write
 
+from benchmarks.table import markdown, write
 from midstream.modeling.vllm.limits import check_saves, size_of
 from midstream.modeling.vllm.payloads import Record, pack, segments, unpack
 

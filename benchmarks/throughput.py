@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.table import interleaved_us, markdown
-
 from midstream import VLLM
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+from benchmarks import blocks
 from benchmarks.arrivals import Flow, Schedule, run_traced
 from benchmarks.measuring import Cell, Recorder
 from benchmarks.shapes import Scale
-
-from benchmarks import blocks
 
 
 class Traced:

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from benchmarks.arrivals import Flow, Schedule
-from benchmarks.measuring import Cell, Recorder, Results
 
 from benchmarks import blocks, modes, report, shapes, traced
+from benchmarks.arrivals import Flow, Schedule
+from benchmarks.measuring import Cell, Recorder, Results
 from midstream.errors import EngineDeadError
 
 SCALE = shapes.full((1, 8, 64), 128)
