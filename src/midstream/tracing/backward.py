@@ -18,7 +18,7 @@ BACKWARD = "__midstream_backward__"
 """Called in place of `x.backward(...)` in a `with` item, as ``helper(x, ...)``; gives its value."""
 
 GRAD = "__midstream_grad__"
-"""Called with `x` for each `x.grad` in the body; what it gives has that attribute in `x`'s place."""
+"""Called with `x` for each `x.grad` in the body; it gives what has it in `x`'s place."""
 
 HELPER_NAMES = (BACKWARD, GRAD)
 

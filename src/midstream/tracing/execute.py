@@ -21,9 +21,7 @@ from midstream.tracing.sources import BLOCK_NAME
 __all__ = ["Execution", "user_traceback"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_HIDDEN = frozenset(
-    {*HELPER_NAMES, *backward.HELPER_NAMES, BLOCK_NAME, "__builtins__", "__name__"}
-)
+_HIDDEN = frozenset({*HELPER_NAMES, *backward.HELPER_NAMES, BLOCK_NAME, "__builtins__", "__name__"})
 
 
 class Execution:
