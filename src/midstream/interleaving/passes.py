@@ -66,7 +66,8 @@ class BackwardPass:
     """
 
     def __init__(self, loss: torch.Tensor, *args: Any, **kwargs: Any):
-        self._loss, self._arguments = loss, (args, kwargs)
+        self._loss: Any = loss
+        self._arguments = args, kwargs
         self._givens = WeakTensorKeyDictionary()
         self._paused: Paused | None = None
         self._awaited: Any = None
@@ -202,7 +203,7 @@ class BackwardPass:
         if self in _THREAD.passes:
             _THREAD.passes.remove(self)
         self._givens.clear()
-        del self._loss, self._arguments  # whoever holds the pass does not hold the graph
+        self._loss, self._arguments = None, ((), {})  # who holds the pass does not hold the graph
         self._refusal = self._refusal or (
             "This backward pass has ended: ask for gradients inside its `with` statement."
         )

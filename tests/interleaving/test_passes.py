@@ -1,0 +1,447 @@
+"""A backward pass in a greenlet of its own: modes, hooks and ends."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import greenlet
+import pytest
+import torch
+from torch.autograd import grad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from midstream.errors import OutOfOrderError, UnsupportedError
+from midstream.interleaving.gradients import backward
+from midstream.interleaving.passes import _THREAD, current_pass
+from midstream.interleaving.run import Run
+
+from .graphs import Trace, mlp, rows, weights
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """After each test no pass stands anywhere, and autograd is at rest."""
+    before = modes()
+    yield
+    assert _THREAD.passes == []
+    assert torch._C._current_graph_task_id() == -1
+    assert modes() == before
+
+
+def modes() -> tuple[Any, ...]:
+    """What PyTorch keeps for the thread."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch._C._is_multithreading_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_default_dtype(),
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._is_torch_function_mode_enabled(),
+    )
+
+
+class Functions(TorchFunctionMode):
+    """Counts what it sees."""
+
+    seen = 0
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.seen += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Dispatches(TorchDispatchMode):
+    """Counts what it sees."""
+
+    seen = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.seen += 1
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def doubles() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+MODES = {
+    "none": lambda: torch.enable_grad(),
+    "no gradients": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "float64": doubles,
+    "functions": Functions,
+    "dispatches": Dispatches,
+    "device": lambda: torch.device("meta"),
+    "one device": lambda: torch.autograd.set_multithreading_enabled(False),
+}
+
+
+def watched() -> tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]:
+    """An MLP whose states note the modes of the pass that comes through."""
+    layers, seen = weights(4), []
+    states = mlp(rows(3, 6), layers)
+    for state in states:
+        state.register_hook(lambda _: seen.append(modes()))
+    return layers, states, seen
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_modes_around_the_statement(name: str) -> None:
+    """The body is in the modes that the statement stands in, at every turn (H22)."""
+    _, states, seen = watched()
+    loss = states[-1].sum()
+    with MODES[name]():
+        before = modes()
+        with backward(loss) as gradients:
+            turns = [modes()]
+            for state in reversed(states[1:]):
+                gradients.of(state).grad
+                turns.append(modes())
+        turns.append(modes())
+    assert turns == [before] * 5
+    assert [of_pass[0] for of_pass in seen] == [False] * 4
+
+
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_modes_inside_the_body(name: str, create_graph: bool) -> None:
+    """What the body enters reaches no step of the pass, and is there again behind each (H22)."""
+    layers, states, seen = watched()
+    loss = states[-1].square().sum()
+    expected = grad(loss, [*states, *layers], retain_graph=True)
+    seen.clear()
+    with backward(loss, create_graph=create_graph, inputs=layers) as gradients:
+        got = [gradients.of(states[3]).grad]
+        with MODES[name]():
+            before = modes()
+            got.append(gradients.of(states[2]).grad)
+            turns = [modes()]
+            got.append(gradients.of(states[1]).grad)
+            turns.append(modes())
+        got.append(gradients.of(states[0]).grad)
+    assert turns == [before] * 2
+    assert len(set(seen)) == 1
+    assert seen[0][0] is create_graph
+    assert not seen[0][2]  # one thread
+    assert all(map(torch.equal, got[::-1], expected[:4]))
+    assert all(map(torch.equal, [layer.grad for layer in layers], expected[4:]))
+    for layer in layers:
+        layer.grad = None  # a cycle, with a graph
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_modes_when_the_pass_ends_in_the_body(name: str) -> None:
+    """A pass that ends while the body is in a mode of its own leaves that mode alone."""
+    _, states, _ = watched()
+    with backward(states[1].sum()) as gradients:
+        with MODES[name]():
+            before = modes()
+            with pytest.raises(OutOfOrderError):
+                gradients.of(states[-1]).grad
+            after = modes()
+    assert after == before
+
+
+def test_modes_that_stay_set() -> None:
+    """A mode that the body sets for good is set behind the statement too (H22)."""
+    _, states, _ = watched()
+    try:
+        with backward(states[-1].sum()) as gradients:
+            gradients.of(states[2]).grad
+            torch.set_grad_enabled(False)
+        assert not torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)
+
+
+def hooks(tensors: list[torch.Tensor]) -> int:
+    """How many hooks tensors and the nodes behind them have; a weak set sees all that live."""
+    of_tensors = sum(len(tensor._backward_hooks or ()) for tensor in tensors)
+    return of_tensors + sum(_node_hooks(tensor) for tensor in tensors)
+
+
+def _node_hooks(tensor: torch.Tensor) -> int:
+    """Hooks on the node that a tensor came from: a new handle shares their dictionary."""
+    if tensor.grad_fn is None:
+        return 0
+    handle = tensor.grad_fn.register_prehook(lambda _: None)
+    count = len(handle.hooks_dict_ref()) - 1
+    handle.remove()
+    return count
+
+
+def test_no_hook_is_left() -> None:
+    """Neither on a tensor nor on a node: in the body, after it, after an error (H22)."""
+    layers, states, _ = mlp_with_loss()
+    tensors = [*states, *layers]
+    handle = states[0].grad_fn.register_prehook(lambda _: None)
+    assert hooks(tensors) == 1  # a hook would be counted
+    handle.remove()
+    loss = states[-1].sum()
+    with backward(loss, retain_graph=True) as gradients:
+        gradients.of(states[1]).grad[:] = 0
+        assert hooks(tensors) == 0
+    assert hooks(tensors) == 0
+    with pytest.raises(KeyError), backward(loss, retain_graph=True) as gradients:
+        gradients.of(states[1]).grad
+        raise KeyError
+    assert hooks(tensors) == 0
+    with pytest.raises(OutOfOrderError), backward(loss) as gradients:
+        gradients.of(states[1]).grad
+        gradients.of(states[2]).grad
+    assert hooks(tensors) == 0
+
+
+def mlp_with_loss() -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    layers = weights(4)
+    states = mlp(rows(3, 6), layers)
+    return layers, states, states[-1].square().sum()
+
+
+def test_a_body_that_raises_ends_the_pass() -> None:
+    """What lies behind it is not run, the error is the body's own, and later passes work (H22)."""
+    layers, states, loss = mlp_with_loss()
+    h = states[1]
+    with pytest.raises(KeyError, match="mine"):
+        with Trace():
+            with loss.backward(retain_graph=True):
+                h.grad[:] = 0
+                raise KeyError("mine")
+    assert layers[3].grad is not None
+    assert layers[1].grad is None
+    (expected,) = grad(loss, [h], retain_graph=True)
+    with Trace():
+        with loss.backward():
+            got = h.grad.save()
+    assert torch.equal(got, expected)
+
+
+def test_a_block_that_is_killed_in_the_body() -> None:
+    """The kill ends its pass, without the rest of it, and later passes work (H22)."""
+    layers, states, loss = mlp_with_loss()
+    ends: list[str] = []
+
+    def block() -> None:
+        with backward(loss, retain_graph=True) as gradients:
+            gradients.of(states[2]).grad
+            try:
+                run._park()
+            finally:
+                ends.append("unwound")
+
+    before = modes()
+    run = Run(block)
+    run.resume()
+    assert not run.done
+    assert len(_THREAD.passes) == 1
+    assert modes() == before
+    states_beside = mlp(rows(3, 6), layers)  # the forward goes on beside it, with its graph
+    assert states_beside[-1].requires_grad
+    run.kill()
+    assert run.done
+    assert run.error is None
+    assert ends == ["unwound"]
+    assert (layers[3].grad is not None, layers[0].grad) == (True, None)
+    assert hooks([*states, *layers]) == 0
+    expected = grad(loss, [states[0]], retain_graph=True)
+    with backward(loss) as gradients:
+        assert torch.equal(gradients.of(states[0]).grad, expected[0])
+
+
+def test_a_block_that_waits_in_the_body_goes_on() -> None:
+    """A pass stands still while the block waits for the model, and gives the rest after it."""
+    _, states, loss = mlp_with_loss()
+    expected = grad(loss, states, retain_graph=True)
+    got = []
+
+    def block() -> None:
+        with backward(loss) as gradients:
+            for state in reversed(states):
+                got.append(gradients.of(state).grad)
+                run._park()
+
+    run = Run(block)
+    while not run.done:
+        run.resume()
+    assert run.error is None
+    assert all(map(torch.equal, got[::-1], expected))
+
+
+def test_two_blocks_in_their_bodies_at_once() -> None:
+    """Of bodies that wait for each other the first to go on ends the other, which is told (H22)."""
+    _, states, loss = mlp_with_loss()
+    got: list[torch.Tensor] = []
+
+    def block(index: int) -> None:
+        with backward(loss, retain_graph=True) as gradients:
+            got.append(gradients.of(states[2]).grad)
+            runs[index]._park()
+            if index == 1:
+                got.append(gradients.of(states[1]).grad)
+
+    runs = [Run(lambda: block(0)), Run(lambda: block(1))]
+    for run in runs:
+        run.resume()
+    assert len(_THREAD.passes) == 2
+    for run in runs:
+        run.resume()
+    assert runs[0].error is None
+    assert isinstance(runs[1].error, UnsupportedError)
+    assert "wait for nothing" in str(runs[1].error)
+    assert torch.equal(got[0], got[1])
+
+
+def test_blocks_one_after_the_other() -> None:
+    """A block's `.grad` is of its own pass, while another block's stands still (H22)."""
+    _, states, loss = mlp_with_loss()
+    other = states[-1].sum()
+    expected = [grad(each, [states[1]], retain_graph=True)[0] for each in (loss, other)]
+    got: dict[int, torch.Tensor] = {}
+
+    def first() -> None:
+        with backward(loss, retain_graph=True):
+            run._park()
+            inner = current_pass()
+            assert inner is not None
+            got[0] = inner.of(states[1]).grad
+
+    def second() -> None:
+        with backward(other, retain_graph=True):
+            inner = current_pass()
+            assert inner is not None
+            got[1] = inner.of(states[1]).grad
+
+    run = Run(first)
+    run.resume()
+    between = Run(second)
+    between.resume()
+    run.resume()
+    assert run.error is None
+    assert between.error is None
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
+    assert not torch.equal(got[0], got[1])
+
+
+def live() -> tuple[int, int]:
+    """Greenlets and tensors that are alive."""
+    gc.collect()
+    objects = gc.get_objects()
+    greenlets = sum(issubclass(type(each), greenlet.greenlet) for each in objects)
+    return greenlets, sum(type(each) is torch.Tensor for each in objects)
+
+
+def test_a_hundred_passes_leave_nothing() -> None:
+    """Finished, failed and killed ones alike: no greenlet and no tensor more than before (H22)."""
+    _, states, loss = mlp_with_loss()
+    h0, h2 = states[0], states[2]
+
+    def waits() -> None:
+        with backward(loss, retain_graph=True) as gradients:
+            gradients.of(h2).grad
+            run._park()
+
+    def once() -> None:
+        with Trace():
+            with loss.backward(retain_graph=True):
+                h2.grad[:] = 0
+                h0.grad
+        with pytest.raises(OutOfOrderError), Trace():
+            with loss.backward(retain_graph=True):
+                h0.grad
+                h2.grad
+
+    once()
+    before = live()
+    for _ in range(100):
+        once()
+        run = Run(waits)
+        run.resume()
+        run.kill()
+        del run
+    after = live()
+    kept = [mlp_with_loss()]  # more would be seen
+    assert live()[1] > after[1] + 4
+    assert after == before
+
+
+def test_nothing_waits_for_the_collector() -> None:
+    """Without it, a pass is gone when its statement has ended."""
+    _, states, loss = mlp_with_loss()
+    gc.collect()
+    gc.disable()
+    try:
+        with backward(loss) as gradients:
+            given = weakref.ref(gradients.of(states[1]).grad)
+        gone = weakref.ref(gradients)
+        del gradients
+        assert gone() is None
+        assert given() is None
+    finally:
+        gc.enable()
+
+
+def test_an_earlier_pass_waits_for_a_later_one() -> None:
+    """Asked while a later pass stands still, it refuses; its end ends the later one (H22)."""
+    states = mlp(rows(3, 6), weights(3))
+    first = backward(states[-1].sum(), retain_graph=True)
+    later = backward(states[-1].square().sum(), retain_graph=True)
+    first.__enter__()
+    later.__enter__()
+    with pytest.raises(UnsupportedError, match="Another backward pass has begun"):
+        first.of(states[0]).grad
+    assert later.of(states[1]).grad.shape == (3, 6)
+    first.__exit__(None, None, None)
+    with pytest.raises(UnsupportedError, match="was ended"):
+        later.of(states[0]).grad
+    with pytest.raises(UnsupportedError, match="was ended"):
+        later.__exit__(None, None, None)
+
+
+def test_a_hook_of_the_users_sees_plain_tensors() -> None:
+    """Code that the pass itself runs is not its body, and cannot stop it."""
+    states = mlp(rows(3, 6), weights(3))
+    h, first, loss = states[1], states[0], states[-1].sum()
+    refused: list[str] = []
+    with backward(loss) as gradients:
+
+        def hook(gradient: torch.Tensor) -> None:
+            try:
+                gradients.of(first).grad
+            except UnsupportedError as error:
+                refused.append(str(error))
+
+        h.register_hook(hook)
+        gradients.of(first).grad
+    assert "A hook that the backward pass runs" in refused[0]
+
+
+def test_the_pass_keeps_nothing_alive() -> None:
+    """Whoever keeps the value of `as` keeps neither graph nor gradients."""
+    states = mlp(rows(3, 6), weights(3))
+    loss = states[-1].sum()
+    with backward(loss) as gradients:
+        gone = weakref.ref(gradients.of(states[0]).grad)
+    graph = weakref.ref(loss)
+    del loss, states
+    assert gone() is None
+    assert graph() is None
