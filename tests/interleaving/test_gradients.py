@@ -154,6 +154,26 @@ def test_a_value_stays_what_it_was() -> None:
     assert kept.abs().max() > 0
 
 
+def test_what_was_handed_on_is_the_passes_own() -> None:
+    """Late writes to an edited or assigned gradient do not reach what it has become (H22)."""
+    x, layers = rows(3, 6), weights(2)
+    states = mlp(x, layers)
+    first = states[-1]
+    (expected,) = grad(first, layers[0], torch.full_like(first, 3.0), retain_graph=True)
+    second = first + 0  # addition passes on the very tensor that arrives
+    third = second + 0
+    loss = third.sum()
+    with Trace():
+        with loss.backward():
+            third.grad = assigned = torch.full_like(third, 2.0)
+            edited = second.grad
+            edited += 1
+            first.grad
+            assigned[:] = 7
+            edited[:] = 8
+    assert torch.equal(layers[0].grad, expected)
+
+
 def test_an_untouched_gradient_is_passed_on_uncopied() -> None:
     """The pass goes on with the very tensor that arrived."""
     x, layers = rows(3, 6), weights(2)

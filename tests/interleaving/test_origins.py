@@ -120,6 +120,19 @@ def test_later_rows_show_earlier_edits() -> None:
     assert torch.equal(layers[0].grad, expected)
 
 
+def test_edits_carry_no_graph_along() -> None:
+    """What is assigned may require grad; without `create_graph` the pass takes its values (H22)."""
+    x, layers = rows(2, 5, 6), weights(2)
+    whole, (a, _), out = forward(x, layers)
+    tracked, loss = torch.ones_like(a).requires_grad_(True), out.sum()
+    with Trace():
+        with torch.enable_grad(), loss.backward():
+            a.grad = tracked
+            seen = whole.grad.save()
+    assert not seen.requires_grad
+    assert torch.equal(seen[:1], tracked)
+
+
 def test_uses_of_the_part_itself() -> None:
     """A loss made of the block's own copy reaches it, beside what the model does (H22)."""
     x, layers = rows(2, 5, 6), weights(2)

@@ -139,6 +139,7 @@ def test_modes_inside_the_body(name: str, create_graph: bool) -> None:
             turns.append(modes())
         got.append(gradients.of(states[0]).grad)
     assert turns == [before] * 2
+    assert not any(gradient.is_inference() for gradient in got)
     assert len(set(seen)) == 1
     assert seen[0][0] is create_graph
     assert not seen[0][2]  # one thread
@@ -146,6 +147,15 @@ def test_modes_inside_the_body(name: str, create_graph: bool) -> None:
     assert all(map(torch.equal, [layer.grad for layer in layers], expected[4:]))
     for layer in layers:
         layer.grad = None  # a cycle, with a graph
+
+
+def test_a_leaf_in_inference_mode() -> None:
+    """Where no graph is shown, the place of a leaf's gradient is found all the same."""
+    layers, states, _ = watched()
+    loss = states[-1].sum()
+    (expected,) = grad(loss, layers[1], retain_graph=True)
+    with backward(loss) as gradients, torch.inference_mode():
+        assert torch.equal(gradients.of(layers[1]).grad, expected)
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -445,3 +455,60 @@ def test_the_pass_keeps_nothing_alive() -> None:
     del loss, states
     assert gone() is None
     assert graph() is None
+
+
+def test_another_pass_that_a_hook_runs() -> None:
+    """It goes over the place that the body waits for, and stops for nobody (H22)."""
+    _, states, loss = mlp_with_loss()
+    other = states[2].sum()
+    expected = grad(loss, [states[1]], retain_graph=True)
+    assert not torch.equal(expected[0], grad(other, [states[1]], retain_graph=True)[0])
+    ran = []
+
+    def hook(_: torch.Tensor) -> None:
+        handle.remove()
+        other.backward(retain_graph=True)
+        ran.append(torch.is_grad_enabled())
+
+    handle = states[3].register_hook(hook)
+    with backward(loss, retain_graph=True) as gradients:
+        assert ran == []
+        assert torch.equal(gradients.of(states[1]).grad, expected[0])
+    assert ran == [False]
+
+
+def test_hooks_of_the_users_are_in_the_blocks_context() -> None:
+    """A save in a hook that the pass runs is a save of the block."""
+    _, states, loss = mlp_with_loss()
+    h, first = states[1], states[0]
+    expected = grad(loss, h, retain_graph=True)[0].norm()
+    with Trace():
+        norms = []
+
+        def hook(gradient: torch.Tensor) -> None:
+            norms.append(gradient.norm())
+            norms.save()
+
+        h.register_hook(hook)
+        with loss.backward(retain_graph=True):
+            first.grad
+    assert norms == [expected]
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_call_itself_is_in_the_modes_of_the_statement(enabled: bool) -> None:
+    """A tensor type with a `backward` of its own finds the gradient mode that it was called in."""
+    seen: list[bool] = []
+
+    class Loss(torch.Tensor):
+        def backward(self, *args: Any, **kwargs: Any) -> None:
+            seen.append(torch.is_grad_enabled())
+            super().backward(*args, **kwargs)
+
+    _, states, loss = mlp_with_loss()
+    (expected,) = grad(loss, states[0], retain_graph=True)
+    own = loss.as_subclass(Loss)
+    with torch.set_grad_enabled(enabled), backward(own) as gradients:
+        got = gradients.of(states[0]).grad
+    assert seen == [enabled]
+    assert torch.equal(got, expected)

@@ -71,6 +71,7 @@ class BackwardPass:
         self._givens = WeakTensorKeyDictionary()
         self._paused: Paused | None = None
         self._awaited: Any = None
+        self._task: int | None = None
         self._error: BaseException | None = None
         self._is_overtaken = False
         self._refusal = "This backward pass has not begun: ask inside its `with` statement."
@@ -233,8 +234,10 @@ class BackwardPass:
             self._error = error
 
     def _pause(self, gradients: tuple[torch.Tensor | None, ...]) -> Any:
-        if getcurrent() is not self._greenlet:
-            return None  # another pass over the same graph
+        task = torch._C._current_graph_task_id()
+        self._task = task if self._task is None else self._task
+        if task != self._task:
+            return None  # another pass over the same graph, which a hook of the user's runs
         self._paused = Paused(self._awaited, gradients)
         try:
             with Kept():
