@@ -308,7 +308,7 @@ def test_create_graph() -> None:
 
 
 def test_several_passes() -> None:
-    """With `retain_graph` each pass has its own gradients, and an edit stays in its pass (H22)."""
+    """With `retain_graph` each pass has its own gradients, edits stay in theirs (H22, case 59)."""
     x, layers = rows(3, 6), weights(3)
     states = mlp(x, layers)
     h, one, two = states[0], states[-1].sum(), states[-1].square().sum()
@@ -326,7 +326,7 @@ def test_several_passes() -> None:
 
 
 def test_a_second_pass_without_retaining() -> None:
-    """It fails where it meets the freed graph, and the error names `retain_graph` (H22)."""
+    """It fails where the graph was freed, and the error names `retain_graph` (H22, case 59)."""
     states = mlp(rows(3, 6), weights(3))
     h, loss = states[0], states[-1].square().sum()
     with pytest.raises(RuntimeError, match="retain_graph") as error:

@@ -28,7 +28,7 @@ def forward(
 
 
 def test_two_blocks_over_one_batch() -> None:
-    """Each has, of its rows, the gradient that two separate runs have (H22)."""
+    """Each has, of its rows, the gradient that two separate runs have (H22, case 58)."""
     x, layers = rows(2, 5, 6), weights(2)
     expected = []
     for index in range(2):
@@ -145,6 +145,32 @@ def test_uses_of_the_part_itself() -> None:
         with loss.backward():
             got = a.grad.save()
     assert torch.equal(got, expected[:1])
+
+
+@pytest.mark.parametrize("recording", [True, False])
+def test_a_part_that_is_written_to(recording: bool) -> None:
+    """Its gradient is that of what was written, which the model goes on with (H22)."""
+    x, layers = rows(2, 5, 6), weights(2)
+
+    def double(part: torch.Tensor) -> None:
+        with torch.set_grad_enabled(recording):
+            part[:, 1:] *= 2
+
+    part = x[1:] @ layers[0]
+    double(part)
+    (expected,) = grad(torch.tanh(part @ layers[1]).square().sum(), part)
+    whole = x @ layers[0]
+    part = whole[1:].clone()
+    note_origin(part, whole, 0, 1, 2)
+    (unwritten,) = grad(torch.tanh(whole @ layers[1]).square().sum(), whole, retain_graph=True)
+    assert (expected - unwritten[1:]).abs().max() > 1e-3
+    double(part)
+    whole[1:] = part  # as a hand-over writes it back
+    loss = torch.tanh(whole @ layers[1]).square().sum()
+    with Trace():
+        with loss.backward():
+            got = part.grad.save()
+    assert torch.allclose(got, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(("axis", "start", "stop"), [(1, 2, 4), (-1, 0, 3), (None, 0, 0)])

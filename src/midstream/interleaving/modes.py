@@ -150,7 +150,7 @@ def _set_stream(stream: Any) -> None:
         torch._C._cuda_setStream(stream_id=identity, device_index=index, device_type=kind)
 
 
-class Kept:
+class KeptModes:
     """The thread's modes as they are, put back when control returns.
 
     Use as a context manager around a switch to code that leaves the thread in any modes it likes,

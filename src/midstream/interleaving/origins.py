@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Place", "edge_of", "note_origin", "place_of"]
+__all__ = ["Place", "edge_of", "note_origin", "place_of", "version_of"]
 
 
 class Place(NamedTuple):
@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
 
 _ORIGINS = WeakTensorKeyDictionary()
-"""By identity, and as long as the part lives: an edge keeps its graph alive, as the part does."""
+"""Place and version of a part: by identity, and as long as it lives, which its graph does too."""
 
 
 def note_origin(
@@ -50,7 +50,8 @@ def note_origin(
     """Declare that a block was given `part` where the model goes on with `whole`.
 
     The gradient of `part` is then that of `whole` as it is now, narrowed to the rows. To be called
-    when `part` is made, and again when `whole` has been written to; the last call counts.
+    when `part` is made; the last call counts. A part that is written to later has a gradient of its
+    own, since the model goes on with what was written.
 
     Args:
         part: a copy or a view of rows of `whole`, differentiable with respect to it.
@@ -59,16 +60,24 @@ def note_origin(
         axis, start, stop: which rows; axis None for all that `whole` has.
     """
     if whole.requires_grad:
-        _ORIGINS[part] = Place(get_gradient_edge(whole), axis, start, stop)
+        place = Place(get_gradient_edge(whole), axis, start, stop)
+        _ORIGINS[part] = place, version_of(part)
     else:
         _ORIGINS.pop(part, None)
 
 
 def place_of(tensor: torch.Tensor) -> Place | None:
     """Where the gradient of a tensor is found; None if it does not require grad."""
-    place: Place | None = _ORIGINS.get(tensor)
-    edge = edge_of(tensor) if place is None else None
-    return Place(edge) if edge is not None else place
+    place, version = _ORIGINS.get(tensor, (None, 0))
+    if place is not None and version == version_of(tensor):
+        return cast(Place, place)
+    edge = edge_of(tensor)
+    return Place(edge) if edge is not None else None
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to; nobody counts it of one made in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge | None:

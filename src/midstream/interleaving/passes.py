@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from midstream.errors import OutOfOrderError, UnsupportedError
 from midstream.interleaving.frames import user_line
-from midstream.interleaving.modes import Kept
+from midstream.interleaving.modes import KeptModes
 from midstream.interleaving.notes import annotate
 from midstream.interleaving.origins import Place, edge_of, place_of
 from midstream.interleaving.paused import Given, Gradient, Paused
@@ -176,7 +176,7 @@ class BackwardPass:
         handle = node.register_prehook(self._pause) if node is not None else None
         self._awaited, self._greenlet.parent = node, getcurrent()
         try:
-            with Kept():
+            with KeptModes():
                 self._greenlet.switch()
         finally:
             if handle is not None:
@@ -199,7 +199,7 @@ class BackwardPass:
         """End the pass where it stands, and let go of everything."""
         if not self._greenlet.dead:
             self._greenlet.parent = getcurrent()
-            with Kept():
+            with KeptModes():
                 self._greenlet.throw(_Unwind)
         if self in _THREAD.passes:
             _THREAD.passes.remove(self)
@@ -240,7 +240,7 @@ class BackwardPass:
             return None  # another pass over the same graph, which a hook of the user's runs
         self._paused = Paused(self._awaited, gradients)
         try:
-            with Kept():
+            with KeptModes():
                 self._greenlet.parent.switch()
             return self._paused.leave()
         finally:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from midstream.errors import OutOfOrderError
-from midstream.interleaving.origins import Place
+from midstream.interleaving.origins import Place, version_of
 from midstream.interleaving.structure import describe
 
 __all__ = ["Given", "Gradient", "Paused"]
@@ -31,7 +31,7 @@ class Given:
     def note(self, gradient: torch.Tensor) -> None:
         """Take the value to be what `gradient` has in its rows."""
         self._base: torch.Tensor | None = self.place.rows(gradient)
-        self._noted, self._version = self.value, _version(self.value)
+        self._noted, self._version = self.value, version_of(self.value)
 
     def is_changed(self) -> bool:
         """Whether the block has written to the value, or assigned another.
@@ -39,7 +39,7 @@ class Given:
         The version counter misses writes through `.numpy()` and `.data`; on a CPU the bytes tell.
         """
         value, base = self.value, self._base
-        if value is not self._noted or _version(value) != self._version:
+        if value is not self._noted or version_of(value) != self._version:
             return True
         return base is not None and _is_legible(value, base) and not _same(value, base)
 
@@ -160,10 +160,6 @@ class Gradient:
             "A gradient cannot be deleted while its backward pass runs. To stop it, assign "
             "`torch.zeros_like(...)`."
         )
-
-
-def _version(value: torch.Tensor) -> int:
-    return 0 if value.is_inference() else value._version
 
 
 def _is_legible(value: torch.Tensor, base: torch.Tensor) -> bool:
