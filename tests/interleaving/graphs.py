@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from midstream.interleaving.gradients import helpers
+from midstream.interleaving.passes import _THREAD
 from midstream.interleaving.run import Run
 from midstream.tracing import Capture, Execution, bind
 
@@ -84,3 +86,40 @@ def attention(x: torch.Tensor, qkvo: list[torch.Tensor]) -> dict[str, torch.Tens
 def rows(*shape: int, seed: int = 1) -> torch.Tensor:
     """Random input."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def same(got: Any, expected: Any) -> bool:
+    """Equality of the bits of tensors, in order."""
+    return len(got) == len(expected) and all(map(torch.equal, got, expected))
+
+
+def mlp_with_loss() -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """The weights of an MLP, its hidden states, and a loss over the last."""
+    layers = weights(4)
+    states = mlp(rows(3, 6), layers)
+    return layers, states, states[-1].square().sum()
+
+
+def modes() -> tuple[Any, ...]:
+    """What PyTorch keeps for the thread."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch._C._is_multithreading_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_default_dtype(),
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._is_torch_function_mode_enabled(),
+    )
+
+
+@contextmanager
+def at_rest() -> Iterator[None]:
+    """Behind it no pass stands, autograd is at rest, and the thread's modes are as before."""
+    before = modes()
+    yield
+    assert _THREAD.passes == []
+    assert torch._C._current_graph_task_id() == -1
+    assert modes() == before
