@@ -7,6 +7,7 @@ would leave the engine's forward with gradients on, and the engine's modes would
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -140,6 +141,57 @@ def _apply(flags: _Flags) -> None:
     torch.set_autocast_enabled("cpu", autocast_cpu)
     torch.set_autocast_enabled("cuda", autocast_cuda)
     torch.set_default_dtype(dtype)
+    _set_stream(stream)
+
+
+def _set_stream(stream: Any) -> None:
     if stream is not None:
         identity, index, kind = stream
         torch._C._cuda_setStream(stream_id=identity, device_index=index, device_type=kind)
+
+
+class KeptModes:
+    """The thread's modes as they are, put back when control returns.
+
+    Use as a context manager around a switch to code that leaves the thread in any modes it likes,
+    and finds them again in the same way. Where `BlockModes` keeps those of one side, here each side
+    keeps its own, exactly: what autograd's engine sets in C++ has no other setter.
+    """
+
+    def __enter__(self) -> None:
+        self._functions, self._dispatches = _function_modes(), _dispatch_modes()
+        self._rest = (_default_dtype(), _autocast_dtypes(), _stream())
+        self._guard = _InferenceMode(False)  # leaving it restores gradients, inference, autocast
+        self._guard.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        self._guard.__exit__(None, None, None)
+        _restack(_function_modes(), self._functions, _pop_function_mode, _push_function_mode)
+        _restack(_dispatch_modes(), self._dispatches, _pop_dispatch_mode, _push_dispatch_mode)
+        if (_default_dtype(), _autocast_dtypes(), _stream()) != self._rest:
+            dtype, autocast, stream = self._rest
+            torch.set_default_dtype(dtype)
+            torch.set_autocast_dtype("cpu", autocast[0])
+            torch.set_autocast_dtype("cuda", autocast[1])
+            _set_stream(stream)
+
+
+def _function_modes() -> list[Any]:
+    return [torch._C._get_function_stack_at(index) for index in range(_functions())]
+
+
+def _dispatch_modes() -> list[Any]:
+    return [torch._C._get_dispatch_stack_at(index) for index in range(_dispatches())]
+
+
+def _restack(
+    now: list[Any], then: list[Any], pop: Callable[[], Any], push: Callable[[Any], None]
+) -> None:
+    """Turn one stack of modes into another, above what they have in common."""
+    common = 0
+    while common < min(len(now), len(then)) and now[common] is then[common]:
+        common += 1
+    for _ in now[common:]:
+        pop()
+    for mode in then[common:]:
+        push(mode)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import CodeType
 
 from midstream.errors import BlockSyntaxError
+from midstream.tracing import backward
 from midstream.tracing.block import Call, Code, Compiled
 from midstream.tracing.mangling import mangle
 from midstream.tracing.names import outside_reads
@@ -56,7 +57,8 @@ def compile_code(code: Code) -> Compiled:
         mangle(body, code.class_name)
         plain = is_plain(ast.Module(body=body, type_ignores=[]))
         saves = find_saves(body)
-        module = ast.Module(body=rewrite_saves(body, saves.names), type_ignores=[])
+        body = backward.rewrite_backward(rewrite_saves(body, saves.names))
+        module = ast.Module(body=body, type_ignores=[])
         with quietly():
             compiled = compile(module, code.filename, "exec", flags=code.flags, dont_inherit=True)
     except SyntaxError as error:
@@ -88,7 +90,7 @@ def find_calls(tree: ast.Module) -> tuple[Call, ...]:
 
 
 def _reads(compiled: CodeType) -> frozenset[str]:
-    return outside_reads(compiled) - frozenset(HELPER_NAMES)
+    return outside_reads(compiled) - {*HELPER_NAMES, *backward.HELPER_NAMES}
 
 
 def _attributes(module: ast.Module, reads: frozenset[str]) -> dict[str, frozenset[str]]:

@@ -12,15 +12,16 @@ from collections.abc import Callable, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
+from midstream.tracing import backward, saves
 from midstream.tracing.block import Block
 from midstream.tracing.capture import forget_skip
-from midstream.tracing.saves import HELPER_NAMES, Scope, helpers, scoped
+from midstream.tracing.saves import HELPER_NAMES, Scope, scoped
 from midstream.tracing.sources import BLOCK_NAME
 
 __all__ = ["Execution", "user_traceback"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_HIDDEN = frozenset({*HELPER_NAMES, BLOCK_NAME, "__builtins__", "__name__"})
+_HIDDEN = frozenset({*HELPER_NAMES, *backward.HELPER_NAMES, BLOCK_NAME, "__builtins__", "__name__"})
 
 
 class Execution:
@@ -41,6 +42,7 @@ class Execution:
         model: Any = None,
         tracer: Any = None,
         extra: Mapping[str, Any] | None = None,
+        helpers: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         """Prepare a run.
 
@@ -49,8 +51,11 @@ class Execution:
             model: the function form's first argument.
             tracer: the function form's second argument.
             extra: more names for the code form; they win over the block's own values.
+            helpers: what the code form calls under a hidden name (see ``backward``), where that is
+                not to be what the source says.
         """
         self._block, self._arguments = block, (model, tracer)
+        self._helpers = {**saves.helpers(), **backward.helpers(), **(helpers or {})}
         self._returned: dict[str, Any] = {}
         self.namespace: dict[str, Any] = {**block.values, **(extra or {})}
         self.scope = Scope() if block.function is None else _FunctionScope(block.function)
@@ -67,7 +72,7 @@ class Execution:
     def _run_code(self) -> None:
         assert self._block.code is not None
         compiled = self._block.code.compiled()
-        self.namespace |= helpers()
+        self.namespace |= self._helpers
         self.namespace[BLOCK_NAME] = self._block.code
         self.namespace["__builtins__"] = builtins
         self.namespace.setdefault("__name__", "__midstream__")

@@ -99,6 +99,20 @@ def test_gradients_through_the_model(llama: Any, block: Callable[..., Any]) -> N
     assert f"in {block.__name__}" in str(error.value)
 
 
+def test_gradients_in_a_captured_block(llama: Any) -> None:
+    """A backward statement of a `with` body is refused alike, before its body runs (C74, G39)."""
+    ran: list[int] = []
+    with pytest.raises(InterventionError, match=r"^UnsupportedError: Gradients .*Transf") as error:
+        with llama.trace(A, **GREEDY):
+            hidden = llama.model.layers[1].output[0]
+            with llama.logits.sum().backward(retain_graph=True):
+                ran.append(1)
+                gradient = hidden.grad.save()
+    assert "with llama.logits.sum().backward(retain_graph=True):" in str(error.value)
+    assert "__midstream" not in str(error.value)
+    assert ran == []
+
+
 def test_gradients_of_own_tensors(llama: Any) -> None:
     """They work, and their own errors stay PyTorch's."""
     with llama.trace(A, **GREEDY):
