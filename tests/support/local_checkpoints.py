@@ -182,7 +182,7 @@ def _audio(folder: Path) -> None:
 
     _words(folder)
     made = WhisperFeatureExtractor(
-        feature_size=8, chunk_length=1, n_fft=256, hop_length=16, sampling_rate=1600
+        feature_size=8, chunk_length=1, n_fft=400, hop_length=160, sampling_rate=16000
     )
     made.save_pretrained(folder)
 

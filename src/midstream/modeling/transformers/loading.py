@@ -274,4 +274,4 @@ def _name_of(source: Any) -> str | None:
     if isinstance(source, torch.nn.Module):
         name: str | None = getattr(getattr(source, "config", None), "name_or_path", None)
         return name or None
-    return os.fspath(source)
+    return str(os.fspath(source))
