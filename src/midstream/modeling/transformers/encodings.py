@@ -140,7 +140,7 @@ def _column(
 
 
 def _without_first(labels: Tensor) -> Tensor:
-    """Labels whose first is ignored: alone nothing predicts it, beside padding the padding would."""
+    """Labels whose first is ignored: nothing predicts it, and padding before it is not to."""
     return torch.cat([torch.full_like(labels[:, :1], IGNORED), labels[:, 1:]], dim=1)
 
 
