@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -256,9 +257,10 @@ class Checkpoint(Parts):
         if isinstance(given, PreTrainedConfig):
             return given, rest
         source = self.repo_id if given is None else os.fspath(given)
-        config, unused = AutoConfig.from_pretrained(
-            source, return_unused_kwargs=True, **self._hub(), **rest
-        )
+        with _named(source):
+            config, unused = AutoConfig.from_pretrained(
+                source, return_unused_kwargs=True, **self._hub(), **rest
+            )
         return config, {name: unused[name] for name in rest if name in unused}
 
     @property
@@ -267,6 +269,16 @@ class Checkpoint(Parts):
         if self._module is not None:
             return getattr(self._module, "generation_config", None)
         return self._part("generation_config")
+
+
+@contextmanager
+def _named(source: str | None) -> Iterator[None]:
+    """Say what was looked for: where there is no network transformers' error does not."""
+    try:
+        yield
+    except OSError as error:
+        error.add_note(f"Loading {source!r}.")
+        raise
 
 
 def _name_of(source: Any) -> str | None:

@@ -123,9 +123,8 @@ def task_of_module(module: Any) -> str | None:
         found = _auto_of(kind.__name__, getattr(module, "config", None))
         if found is not None:
             return task_of(found)
-    raise ValueError(
-        f"{type(module).__name__} is not a model that transformers has tasks for. {_PASS}"
-    )
+    name = type(module).__name__
+    raise ValueError(f"{name} is no class that transformers has a task for. {_PASS}")
 
 
 def task_of(auto: str) -> str | None:
