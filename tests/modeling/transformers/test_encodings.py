@@ -214,6 +214,19 @@ def test_labels_are_padded_with_what_no_loss_sees(inputs: Get) -> None:
     assert made["labels"].tolist() == [[30, -100], [31, 32]]
 
 
+def test_an_encoder_that_can_decode_is_an_encoder_until_told() -> None:
+    """A model with a cache is padded as an encoder where its configuration says it is one (H14)."""
+    from transformers import BertConfig, BertLMHeadModel, BertModel
+
+    for kind in (BertModel, BertLMHeadModel):
+        for is_decoder in (False, True):
+            config = BertConfig(num_hidden_layers=1, hidden_size=24, is_decoder=is_decoder)
+            with torch.device("meta"):
+                signature = signature_of(kind(config))
+            assert "past_key_values" in signature.names
+            assert signature.side == ("left" if is_decoder else "right")
+
+
 def test_segments_are_padded(inputs: Get) -> None:
     """Token types of an encoder are padded with 0, and are 0 where an invoke has none (H14)."""
     module, model = inputs("T-BERT")

@@ -85,7 +85,7 @@ def test_keywords_are_an_input(inputs: Get, local: Get) -> None:
 
 
 def test_a_single_row_is_passed_as_it_is(inputs: Get) -> None:
-    """One invoke without padding gets no mask and no positions that the user did not give (H17)."""
+    """One invoke without padding gets no mask and no positions that the user did not give (H14)."""
     _, model = inputs("T-GPT2")
     ids = torch.tensor([A])
     arguments = one(model, ids).arguments
@@ -102,6 +102,17 @@ def test_flags_of_the_forward_reach_it(inputs: Get) -> None:
         output = module(**prepared.arguments)
     assert len(output.hidden_states) == module.config.num_hidden_layers + 1
     assert output.logits.shape[1] == 1
+
+
+def test_segments_are_left_out_where_a_model_has_none(inputs: Get) -> None:
+    """Token types that a tokenizer gives anyway do not reach a decoder without them (H13)."""
+    given = {"input_ids": [A], "token_type_ids": [[0] * 5]}
+    module, model = inputs("T-LLAMA")
+    arguments = model.prepare([model.encode(given)], generate=True).arguments
+    assert module.generate(**arguments, max_new_tokens=1).shape == (1, 6)
+    with pytest.raises(ValueError, match="not used by the model.*token_type_ids"):
+        module.generate(**arguments, token_type_ids=torch.zeros(1, 5).long(), max_new_tokens=1)
+    assert "token_type_ids" in one(inputs("T-GPT2")[1], given).arguments
 
 
 def test_chat_messages_go_through_the_template(local: Get) -> None:
@@ -200,7 +211,7 @@ def _picture() -> Any:
 
 
 def test_images_become_rows_between_the_text(inputs: Get, local: Get) -> None:
-    """An image of 16 patches between 2 and 3 tokens is 21 rows, and its span is reported (H13)."""
+    """An image of 16 patches among 5 tokens is 21 rows, and its span is told (H13, case 95)."""
     module, model = inputs("T-LLAVA")
     text = "t5 t6 <image> t7 t8 t9"
     prepared = one(model, text, images=_picture())
@@ -241,6 +252,15 @@ def test_images_of_a_vision_model(inputs: Get, local: Get) -> None:
         assert torch.equal(logits(module, **one(model, given).arguments), right)
     assert one(model, [_picture(), _picture()]).spans == ((0, 2),)
     assert one(model, _picture()).lengths == ()
+
+
+def test_images_have_the_dtype_of_the_weights(folder: Get) -> None:
+    """What a processor makes is converted, what a user gives is left as it is (H13)."""
+    checkpoint = Checkpoint(folder("T-VIT"), dtype="bfloat16")
+    model = Inputs(checkpoint.load(), checkpoint)
+    made = one(model, _picture()).arguments["pixel_values"]
+    assert made.dtype == torch.bfloat16
+    assert one(model, made.float()).arguments["pixel_values"].dtype == torch.float32
 
 
 def test_sound_needs_tokens_for_the_decoder(inputs: Get, local: Get) -> None:
@@ -309,7 +329,7 @@ class Wrapper(torch.nn.Module):
 
 
 def test_a_forward_of_keywords_only(local: Get) -> None:
-    """A wrapper whose forward takes ``**kwargs`` is given ids and mask as they are (H13)."""
+    """A wrapper whose forward takes ``**kwargs`` is given what there is (H13, case 83)."""
     inner = local("T-LLAMA").load()
     model = Inputs(Wrapper(inner), Checkpoint(inner, tokenizer=local("T-LLAMA").tokenizer))
     encoding = BatchEncoding({"input_ids": torch.tensor([A])})

@@ -118,7 +118,9 @@ def test_a_configuration_that_is_passed_wins(folder: Get) -> None:
     """`config=` is used for the tree and for the module, and is not written into (H1)."""
     config = AutoConfig.from_pretrained(folder("T-LLAMA"), num_hidden_layers=1)
     before = config.to_dict()
-    checkpoint = Checkpoint(folder("T-LLAMA"), config=config)
+    checkpoint = Checkpoint(folder("T-LLAMA"), config=config, dtype="bfloat16")
+    assert checkpoint.empty().dtype == torch.bfloat16
+    assert config.to_dict() == before
     assert len(checkpoint.empty().model.layers) == len(checkpoint.load().model.layers) == 1
     assert config.to_dict() == before
 
@@ -441,11 +443,21 @@ def test_an_adapter_is_chosen_before_loading(folder: Get, adapter: Any) -> None:
     paths = [path for path, _ in checkpoint.empty().named_modules()]
     assert "model.layers.0.self_attn.q_proj.base_layer" in paths
     assert all(each.is_meta for each in checkpoint.empty().parameters())
+    assert not any(each.training for each in checkpoint.empty().modules())
     assert paths == [path for path, _ in Checkpoint(source, peft=adapter(1)).load().named_modules()]
     checkpoint.load_adapter(None)
     bare = [path for path, _ in checkpoint.empty().named_modules()]
     assert bare == [path for path, _ in Checkpoint(source).empty().named_modules()]
     assert torch.equal(_logits(checkpoint), _logits(Checkpoint(source)))
+
+
+def test_an_adapter_leaves_the_mode(folder: Get, adapter: Any) -> None:
+    """A ready module that trains goes on training with an adapter, which trains too (H5)."""
+    checkpoint = Checkpoint(AutoModelForCausalLM.from_pretrained(folder("T-LLAMA")).train())
+    checkpoint.load().model.norm.eval()
+    checkpoint.load_adapter(adapter(1))
+    still = {path for path, each in checkpoint.load().named_modules() if not each.training}
+    assert still == {"model.norm"}
 
 
 def test_gradients_flow_beside_an_adapter(folder: Get, adapter: Any) -> None:

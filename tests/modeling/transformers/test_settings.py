@@ -98,7 +98,7 @@ def test_greedy_unless_told(local: Get) -> None:
 
 
 def test_a_seed_gives_the_same_tokens_and_moves_no_others() -> None:
-    """Draws from a seed repeat, and the generators go on where they stood (C38)."""
+    """Draws from a seed repeat, and the generators go on where they stood (H12)."""
     state = torch.random.get_rng_state()
     drawn = []
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_a_seed_gives_the_same_tokens_and_moves_no_others() -> None:
 
 
 def test_what_ends_a_sequence(local: Get) -> None:
-    """Stop ids, stop strings, and an end that is ignored act as on vLLM (C38)."""
+    """Stop ids, stop strings, and an end that is ignored act as on vLLM (O15)."""
     module, tokenizer = local("T-LLAMA").load(), word_tokenizer()
     tokenizer.add_tokens(["abcdef"])  # transformers looks at how words follow this one
     free = generated(module, {"max_tokens": 8})

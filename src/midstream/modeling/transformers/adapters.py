@@ -73,10 +73,13 @@ def _adapted(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 @contextmanager
 def _as_before(module: torch.nn.Module) -> Iterator[None]:
-    """What a module was stays: its weights' `requires_grad`, and its mode, new modules included."""
-    before = {id(each): each.requires_grad for each in module.parameters()}
+    """Modes and `requires_grad` stay as they were; new modules have the whole's mode."""
+    takes = {id(each): each.requires_grad for each in module.parameters()}
+    modes = {id(each): each.training for each in module.modules()}
+    whole = module.training
     yield
-    for each in module.parameters():
-        if each.is_floating_point():
-            each.requires_grad_(before.get(id(each), True))
-    module.train(module.training)
+    for weight in module.parameters():
+        if weight.is_floating_point():
+            weight.requires_grad_(takes.get(id(weight), True))
+    for each in module.modules():
+        each.training = modes.get(id(each), whole)
