@@ -320,6 +320,21 @@ def test_a_part_that_is_broken_is_no_part_that_is_missing(tmp_path: Path) -> Non
         _ = Checkpoint(tmp_path).tokenizer
 
 
+def test_a_part_that_needs_a_package_is_asked_for_only_where_it_is(
+    folder: Get, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A missing package for images is told by an image model, and no matter for audio (H6)."""
+
+    def missing(*source: Any, **arguments: Any) -> Any:
+        raise ImportError("install what images need")
+
+    monkeypatch.setattr("transformers.AutoImageProcessor.from_pretrained", missing)
+    assert Checkpoint(folder("T-WHISPER")).image_processor is None
+    for name in ("T-VIT", "T-LLAVA"):
+        with pytest.raises(ImportError, match="install what images need"):
+            _ = Checkpoint(folder(name)).image_processor
+
+
 def test_parts_that_are_passed_win(folder: Get, tmp_path: Path) -> None:
     """An object, or where to load one from, is used instead; a processor brings its own (H1)."""
     tokenizer = word_tokenizer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -21,7 +22,7 @@ _FILES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "source.spm",
             "tekken.json",
         ),
-        "processor": ("processor_config.json", *_PREPROCESSOR),
+        "processor": _PREPROCESSOR,
         "image_processor": ("image_processor_config.json", *_PREPROCESSOR),
         "feature_extractor": ("feature_extractor_config.json", *_PREPROCESSOR),
         "generation_config": ("generation_config.json",),
@@ -106,11 +107,12 @@ def part(kind: str, source: str, arguments: Mapping[str, Any]) -> Any:
     import transformers
 
     hub = hub_arguments(arguments)
-    if not _has_any(source, _FILES[kind], hub):
+    files = _files(source, _FILES[kind], hub)
+    if not files:
         return None
     if kind != "generation_config":
         hub["trust_remote_code"] = arguments.get("trust_remote_code")
-    found = _loaded(getattr(transformers, _CLASSES[kind]), source, hub, kind)
+    found = _loaded(getattr(transformers, _CLASSES[kind]), source, hub, kind, files)
     if kind == "tokenizer":
         _fill_padding(found)
     if kind == "processor" and not isinstance(found, transformers.ProcessorMixin):
@@ -124,21 +126,25 @@ def hub_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: arguments[name] for name in names if arguments.get(name) is not None}
 
 
-def _has_any(source: str, names: Sequence[str], hub: Mapping[str, Any]) -> bool:
+def _files(source: str, names: Sequence[str], hub: Mapping[str, Any]) -> list[str]:
+    """Paths of the files that a checkpoint has; of a repository they are downloaded."""
     from transformers.utils import cached_file
 
+    if os.path.isdir(source):
+        folder = os.path.join(source, hub.get("subfolder", ""))
+        paths = (os.path.join(folder, name) for name in names)
+        return [path for path in paths if os.path.isfile(path)]
     quiet = {
         "_raise_exceptions_for_gated_repo": False,
         "_raise_exceptions_for_missing_entries": False,
         "_raise_exceptions_for_connection_errors": False,
     }
-    if os.path.isdir(source):
-        folder = os.path.join(source, hub.get("subfolder", ""))
-        return any(os.path.isfile(os.path.join(folder, name)) for name in names)
-    return any(cached_file(source, name, **hub, **quiet) is not None for name in names)
+    paths = (cached_file(source, name, **hub, **quiet) for name in dict.fromkeys(names))
+    return [path for path in paths if path is not None]
 
 
-def _loaded(auto: Any, source: str, hub: Mapping[str, Any], kind: str) -> Any:
+def _loaded(auto: Any, source: str, hub: Mapping[str, Any], kind: str, files: Sequence[str]) -> Any:
+    """A part that one of the files may speak of; None where none does."""
     try:
         return auto.from_pretrained(source, **hub)
     except (OSError, ValueError, KeyError):
@@ -146,6 +152,20 @@ def _loaded(auto: Any, source: str, hub: Mapping[str, Any], kind: str) -> Any:
         if kind in ("tokenizer", "generation_config"):
             raise
         return None
+    except ImportError:  # a part without which other parts can be used
+        if kind in ("image_processor", "feature_extractor") and not _names(kind, files):
+            return None
+        raise
+
+
+def _names(kind: str, files: Sequence[str]) -> bool:
+    """Whether one of the files names a class for a part."""
+    for path in files:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+        if f"{kind}_type" in found or kind in found:
+            return True
+    return False
 
 
 def _fill_padding(tokenizer: Any) -> None:
