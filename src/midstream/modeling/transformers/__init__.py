@@ -1,0 +1,1 @@
+"""HuggingFace models in this process: loading, inputs and settings."""

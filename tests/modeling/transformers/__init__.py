@@ -1,0 +1,1 @@
+"""Tests of HuggingFace models in this process."""
