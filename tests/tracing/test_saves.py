@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextvars
+import ctypes
 import enum
+import gc
 import weakref
+from collections.abc import Iterator
 
 import greenlet
 import pytest
@@ -57,6 +60,42 @@ def test_shared_objects_come_back_under_their_name_only(value):
     unnamed = Scope()
     unnamed.mark(value)
     assert unnamed.collect({"other": value}) == {}
+
+
+def _as_c_does(function):
+    """The function as extensions add one to a type."""
+    make = ctypes.pythonapi.PyInstanceMethod_New
+    make.restype, make.argtypes = ctypes.py_object, [ctypes.py_object]
+    return make(function)
+
+
+@pytest.fixture(params=[lambda function: function, _as_c_does], ids=["function", "method"])
+def save_of_all_objects(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A `save` that another library has given to every object, as nnsight does."""
+
+    def elsewhere(value):
+        raise ValueError("outside of that library's trace")
+
+    table = next(iter(gc.get_referents(object.__dict__)))
+    table["save"] = request.param(elsewhere)
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(object))
+    yield
+    del table["save"]
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(object))
+
+
+def test_save_where_another_library_gave_every_object_one(save_of_all_objects):
+    """`.save()` marks values though another library has given every object such a method."""
+
+    class Figure:
+        def save(self, path):
+            return f"{path}:own"
+
+    with Trace():
+        a, b = [1].save(), (2.5).save()
+        c = Figure().save("b")
+        c.save()
+    assert (a, b, c) == ([1], 2.5, "b:own")
 
 
 def test_rebound_name_does_not_come_back():

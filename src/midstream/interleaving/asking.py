@@ -59,6 +59,10 @@ class Asking:
         if entry != run.place and order.has_passed(entry):
             raise _out_of_order(run, location)
 
+    def out_of_order(self, run: Run, location: Location, late: str = "") -> OutOfOrderError:
+        """The error for a location that a step has passed."""
+        return _out_of_order(run, location, late)
+
 
 def _out_of_order(run: Run, location: Location, late: str = "") -> OutOfOrderError:
     text = f"'{location.label(run.visit)}' was requested but the model already ran past it"

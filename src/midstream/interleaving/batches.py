@@ -19,6 +19,11 @@ class Form(NamedTuple):
     device: torch.device | None = None
     dtype: torch.dtype | None = None
     non_blocking: bool = False
+    detach: bool = True
+
+    def bare(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, without its gradients unless they are wanted."""
+        return tensor.detach() if self.detach else tensor
 
     def made_of(self, tensor: torch.Tensor, *, copy: bool) -> torch.Tensor:
         """The tensor in this form; ``copy`` even if it has it."""
@@ -66,9 +71,9 @@ class Spans:
     def copy(self, leaf: torch.Tensor, axis: int, form: Form) -> torch.Tensor:
         """A copy of the requests' rows."""
         if self._apart:
-            rows = leaf.detach().index_select(axis, self._index(leaf.device))
+            rows = form.bare(leaf).index_select(axis, self._index(leaf.device))
             return form.made_of(rows, copy=False)
-        return form.made_of(cut(leaf.detach(), axis, self._low, self._high), copy=True)
+        return form.made_of(cut(form.bare(leaf), axis, self._low, self._high), copy=True)
 
     def _index(self, device: torch.device) -> torch.Tensor:
         if device not in self._indices:
@@ -107,7 +112,7 @@ class Kept:
             return leaf if isinstance(leaf, PLAIN) else None
         self.under_way = self.under_way or form.is_beside(leaf)
         if axis is None:
-            copy = form.made_of(leaf.detach(), copy=True)
+            copy = form.made_of(form.bare(leaf), copy=True)
             self.whole += copy.nbytes
         else:
             copy = spans.copy(leaf, axis, form)

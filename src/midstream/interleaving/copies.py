@@ -23,6 +23,12 @@ class Rows(NamedTuple):
     stop: int
 
 
+class BatchSizes(tuple[int, ...]):
+    """Sizes of a step whose rows are those of a batch, along the first axis of a tensor only."""
+
+    __slots__ = ()
+
+
 class Put(NamedTuple):
     """One leaf of a value as a block left it, for its request's rows; see ``Event.put``."""
 
@@ -106,12 +112,16 @@ class Copies:
 
 def row_axis(leaf: Any, sizes: Sequence[int]) -> int | None:
     """The axis of a leaf that has one of the sizes, and so runs over rows; None if none does."""
-    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
+    if type(leaf) is not torch.Tensor and (  # most are, and asking about parameters takes longer
+        not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter)
+    ):
         return None
     shape = leaf.shape
     if shape and shape[0] in sizes:
         return 0
-    if len(shape) >= 2 and shape[0] == 1 and shape[1] in sizes:
+    if len(shape) < 2 or isinstance(sizes, BatchSizes):
+        return None
+    if shape[0] == 1 and shape[1] in sizes:
         return 1
     return None
 
@@ -121,6 +131,13 @@ def cut(leaf: Any, axis: int | None, start: int, stop: int) -> Any:
     if axis is None or (start == 0 and stop == leaf.shape[axis]):
         return leaf
     return leaf.narrow(axis, start, stop - start)
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equality that holds for NaN too."""
+    return torch.equal(a, b) or torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    )
 
 
 def counting_edits() -> AbstractContextManager[Any]:

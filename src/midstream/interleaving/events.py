@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from midstream.interleaving.copies import Copies, Edit, Put, Rows, counting_edits, cut, row_axis
+from midstream.interleaving.copies import (
+    Copies,
+    Edit,
+    Put,
+    Rows,
+    counting_edits,
+    cut,
+    row_axis,
+    same_bytes,
+)
 from midstream.interleaving.locations import Location
 from midstream.interleaving.served import Bundle, Served
 from midstream.interleaving.snapshots import Snapshots, Storage
@@ -79,6 +88,26 @@ class Event:
                 axis = None
             self._axes[index] = axis
         return self._axes[index]
+
+    def is_shared(self, index: int, rows: Rows) -> bool:
+        """Whether a leaf belongs to other requests too, so that no block may change it."""
+        return self.axis(index) is None
+
+    def private(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """A copy, that nobody else holds, of a tensor that is to stand in a leaf's place."""
+        with counting_edits():
+            return value.detach().to(like.device, like.dtype, copy=True)
+
+    def bare(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor that a block has changed, as it is written."""
+        return value.detach() if value.requires_grad else value
+
+    def is_changed(self, index: int, value: torch.Tensor, rows: Rows) -> bool:
+        """Whether a copy, whose version is as it was, has been written to all the same.
+
+        The version counter misses writes through `.numpy()` and `.data`; on a CPU the bytes tell.
+        """
+        return value.device.type == "cpu" and not same_bytes(value, self.live(index, rows))
 
     def live(self, index: int, rows: Rows) -> Any:
         """A leaf's rows as the model goes on with them (tensors without a row axis: whole)."""

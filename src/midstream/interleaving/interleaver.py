@@ -61,7 +61,7 @@ class Interleaver:
         self.skips = Skips(always)
         self._skipping = self.skips.values
         self.order = Order(modules)
-        self.replacing = Replacing(modules, self._traced)
+        self.replacing = Replacing(modules, self.traced)
         self._waiting: dict[Location, list[Run]] = {}
         self._rows: Mapping[Run, Rows] = {}
         self._sizes: Sequence[int] = ()
@@ -383,7 +383,8 @@ class Interleaver:
             return self.sources.call(path, forward, args, kwargs)
         return forward(*args, **kwargs)
 
-    def _traced(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def traced(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands for a module's forward in a step: the same between its hand-overs."""
         entry, leave = Location(path, "input"), Location(path, "output")
         recorded, instrumented = self._recording, self.sources.wanted
 

@@ -50,7 +50,7 @@ def _flags() -> _Flags:
         _default_dtype(),
         _functions(),
         _dispatches(),
-        _stream(),
+        _stream() if _CUDA else None,
     )
 
 
@@ -75,18 +75,23 @@ class BlockModes:
 
     Use as a context manager around every switch into the block: inside, the thread is in the
     block's modes (at first: no gradients, no inference mode); outside, in the engine's.
+
+    Args:
+        guarded: whether the block's modes are at first those of ``BlockGuard``; otherwise they are
+            what they are where the block meets the forward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, guarded: bool = True) -> None:
         self._left: _Flags | None = None
         self._dtypes = _autocast_dtypes()
         self._function_modes: list[Any] = []
         self._dispatch_modes: list[Any] = []
         self._guards: list[AbstractContextManager[Any]] = []
-        self._guard = BlockGuard()
+        self._guard = BlockGuard() if guarded else None
 
     def __enter__(self) -> None:
-        self._guard.__enter__()
+        if self._guard is not None:
+            self._guard.__enter__()
         self._entry = _flags()
         if self._left is not None:
             self._restore_block()
@@ -97,7 +102,8 @@ class BlockModes:
             self._left = None
         else:
             self._restore_engine(left)
-        self._guard.__exit__()
+        if self._guard is not None:
+            self._guard.__exit__(None, None, None)
 
     def _restore_block(self) -> None:
         """Put the thread back into what the block had when it was last left."""

@@ -93,13 +93,13 @@ class Node:
     @property
     def input(self) -> Any:
         """The first positional argument, else the first keyword argument."""
-        run = self._tree.run(self, "input")
-        return run.at(self._enter).read_first(self._enter.label(run.visit))
+        run = getattr(getcurrent(), "block_run", None) or self._tree.run(self, "input")
+        return run.at(self._enter).read_first(run.visit)
 
     @input.setter
     def input(self, value: Any) -> None:
         run = self._tree.run(self, "input")
-        run.at(self._enter).write_first(value, self._enter.label(run.visit))
+        run.at(self._enter).write_first(value, run.visit)
 
     def skip(self, value: Any) -> None:
         """Let a value stand for what the module returns in this step, for this request's rows.
@@ -134,13 +134,18 @@ class Node:
 
         Tensors are copied first: kernels that work in place must not change the block's values.
 
+        With ``hook=True``, where the tree can grow, the call's locations are served to the other
+        blocks beside the same input.
+
         Raises:
-            UnsupportedError: the module cannot be run beside the forward pass; or ``hook=True``,
-                which asks for what no call in a block has, locations that are served.
+            UnsupportedError: the module cannot be run beside the forward pass; or ``hook=True``
+                in an engine.
         """
         self._tree.run(self, "a call")
         if kwargs.get("hook") is True and not _takes(self._module, "hook"):
-            raise UnsupportedError(_HOOKED_CALL)
+            if not self._tree.grows:
+                raise UnsupportedError(_HOOKED_CALL)
+            return self._call_served(args, {k: v for k, v in kwargs.items() if k != "hook"})
         if self._path in self._tree.uncallable:
             raise UnsupportedError(
                 f"'{self._path or 'model'}' cannot be called in a block: "
@@ -161,6 +166,13 @@ class Node:
         with run.interleaver.paused():
             return function(*args, **kwargs)
 
+    def _call_served(self, args: Any, kwargs: Any) -> Any:
+        """Run the module on copies of the block's own tensors, and serve what lies in it."""
+        run = self._tree.run(self, "a call")
+        leaves, build = flatten((args, kwargs))
+        args, kwargs = build([_argument(leaf) for leaf in leaves])
+        return run.interleaver.call_served(run, self._module, args, kwargs)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_children", "_aliases", "_module"):
             raise AttributeError(name)
@@ -178,12 +190,14 @@ class Node:
         where = f"'{self._path}'" if self._path else "the model"
         return (
             f"{where} ({type(self._module).__name__}) has no submodule or attribute '{name}'. "
-            f"Its submodules: {known}."
+            f"Its submodules: {known}.{self._tree.hint(self, name)}"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_") or isinstance(getattr(type(self), name, None), property):
             object.__setattr__(self, name, value)
+        elif isinstance(value, torch.nn.Module) and self._tree.grows:
+            self._tree.attach(self, name, value)
         else:
             raise AttributeError(
                 f"'{name}' of a module cannot be assigned. Assign `.output`, `.input` or "
@@ -277,6 +291,9 @@ class Tree:
         uncallable: paths of modules that a block must not call, with the reason.
         shown: gives what users get of a module's own attribute; called with the node, the
             attribute's name and its value.
+        hint: what to write for a name that a module has not, as the end of the error's text.
+        grows: whether users may attach modules.
+        changes: how often its modules have become others.
     """
 
     def __init__(self, root: torch.nn.Module, rename: Mapping[str, str | list[str]] | None = None):
@@ -284,6 +301,8 @@ class Tree:
         self.nodes: dict[str, Node] = {}
         self.uncallable: dict[str, str] = {}
         self.shown: Callable[[Node, str, Any], Any] | None = None
+        self.hint: Callable[[Node, str], str] = lambda node, name: ""
+        self.grows, self.changes = False, 0
         self.root = self._build(root, "")
         for path, names in (rename or {}).items():
             self._alias(path, [names] if isinstance(names, str) else list(names))
@@ -298,6 +317,62 @@ class Tree:
                 continue
             node._children[_mounted(name, path)] = self._build(child, f"{path}.{name}".strip("."))
         return node
+
+    def attach(self, node: Node, name: str, module: torch.nn.Module) -> None:
+        """Make a module a submodule of another, so that it is called and served as all are.
+
+        Raises:
+            AttributeError: the name is taken by what is no module.
+            UnsupportedError: a block is running.
+        """
+        if running() is not None:
+            raise UnsupportedError(
+                f"'{name}' cannot be attached inside a block: attach it before the trace."
+            )
+        taken = hasattr(node._module, name) and name not in node._module._modules
+        if taken or hasattr(type(node), name):
+            raise AttributeError(
+                f"'{name}' of '{node.path or 'the model'}' is taken, and by no module. Attach the "
+                "module under another name."
+            )
+        setattr(node._module, name, module)
+        self._forget(f"{node.path}.{name}".strip("."))
+        node._children[_mounted(name, node.path)] = self._build(
+            module, f"{node.path}.{name}".strip(".")
+        )
+        self.changes += 1
+
+    def _forget(self, path: str) -> None:
+        for known in [p for p in self.nodes if p == path or p.startswith(f"{path}.")]:
+            node = self.nodes.pop(known)
+            if self._by_module.get(id(node._module)) is node:
+                del self._by_module[id(node._module)]
+
+    def rebind(self, root: torch.nn.Module) -> None:
+        """Take the modules of another tree of the same form, with weights for instance.
+
+        Nodes stay the objects that users hold; modules that only the other tree has are added.
+        """
+        self._by_module.clear()
+        self._renew(self.root, root)
+        self.changes += 1
+
+    def _renew(self, node: Node, module: torch.nn.Module) -> None:
+        node._module = module
+        self._by_module[id(module)] = self.nodes[node.path] = node
+        there = {name for name, child in module._modules.items() if child is not None}
+        for gone in [name for name in node._children if name.removeprefix("E_") not in there]:
+            self._forget(node._children.pop(gone).path)
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            mounted = name if name in node._children else f"E_{name}"
+            known = node._children.get(mounted)
+            path = f"{node.path}.{name}".strip(".")
+            if known is None:
+                node._children[_mounted(name, node.path)] = self._build(child, path)
+            elif id(child) not in self._by_module:
+                self._renew(known, child)
 
     def _alias(self, path: str, names: list[str]) -> None:
         found = [

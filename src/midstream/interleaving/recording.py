@@ -35,6 +35,7 @@ class Wanted:
         device: where values are kept; None leaves them where they are.
         dtype: what floating-point values are converted to; None leaves them as they are.
         non_blocking: copy to the CPU beside the forward, into page-locked memory.
+        detach: take values out of the graph of gradients.
     """
 
     paths: tuple[str, ...]
@@ -42,11 +43,12 @@ class Wanted:
     device: torch.device | None = None
     dtype: torch.dtype | None = None
     non_blocking: bool = False
+    detach: bool = True
 
     @property
     def form(self) -> Form:
         """In what form values are kept."""
-        return Form(self.device, self.dtype, self.non_blocking)
+        return Form(self.device, self.dtype, self.non_blocking, self.detach)
 
     @cached_property
     def locations(self) -> frozenset[Location]:

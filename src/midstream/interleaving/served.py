@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from midstream.interleaving.copies import Edit, Rows, counting_edits
+from midstream.interleaving.copies import Edit, Rows
 from midstream.interleaving.locations import Location
 from midstream.interleaving.snapshots import Snapshots, Storage
 from midstream.interleaving.structure import describe, flatten, same_shape
@@ -84,6 +84,11 @@ class Served:
         return self._shown
 
     @property
+    def event(self) -> Event:
+        """What it is one view of."""
+        return self._event
+
+    @property
     def is_as_read(self) -> bool:
         """Whether it can be seen at once that the block has changed nothing."""
         if self._mine is None:
@@ -111,22 +116,22 @@ class Served:
         """
         self._write(value, self.expected(), where, misfit or _misfit)
 
-    def read_first(self, where: str) -> Any:
+    def read_first(self, visit: int) -> Any:
         """The first argument of an input: the first positional, else the first keyword one.
 
         Raises:
             ValueError: the module was called without arguments.
         """
-        return _first_argument(self.read(), where)
+        return _first_argument(self.read(), self._location, visit)
 
-    def write_first(self, value: Any, where: str) -> None:
+    def write_first(self, value: Any, visit: int) -> None:
         """Replace the first argument of an input only.
 
         Raises:
             ValueError: ``value`` has not the served structure and shapes.
         """
-        first = _first_argument(self.expected(), where)
-        self._write(value, first, where, _misfit_of_first)
+        first = _first_argument(self.expected(), self._location, visit)
+        self._write(value, first, self._location.label(visit), _misfit_of_first)
 
     def _write(self, value: Any, expected: Any, where: str, misfit: Misfit) -> None:
         """Replace the leaves of what is expected, which come before all others."""
@@ -142,8 +147,7 @@ class Served:
             return  # the block's own copy: what changed in it is copied back when it waits
         self._refuse_shared(index, where)
         live = self._event.live(index, self._rows)
-        with counting_edits():
-            own = new.detach().to(live.device, live.dtype, copy=True)
+        own = self._event.private(new, live)
         self._put(index, own, replace=True)
         self._assigned = {**self._assigned, index: own}
         if self._mine is None:
@@ -182,8 +186,7 @@ class Served:
             self._versions[index] = mine._version
             self._refused = {**self._refused, index: mine._version}
             self._refuse_shared(index, self._location.label(visit))
-            value = mine.detach() if mine.requires_grad else mine
-            self._put(index, value, replace=index in self._assigned)
+            self._put(index, self._event.bare(mine), replace=index in self._assigned)
             self._refused = {i: v for i, v in self._refused.items() if i != index}
 
     def _put(self, index: int, value: torch.Tensor, *, replace: bool) -> None:
@@ -210,20 +213,15 @@ class Served:
                 )
 
     def _changed(self, index: int, mine: torch.Tensor) -> bool:
-        """Whether a copy was written to.
-
-        The version counter misses writes through `.numpy()` and `.data`; on a CPU the bytes tell.
-        """
+        """Whether a copy was written to."""
         if mine._version != self._versions[index]:
             return True
         if self._refused.get(index) == mine._version:
             return False
-        return mine.device.type == "cpu" and not _same_bytes(
-            mine, self._event.live(index, self._rows)
-        )
+        return self._event.is_changed(index, mine, self._rows)
 
     def _refuse_shared(self, index: int, where: str) -> None:
-        if self._event.axis(index) is None:
+        if self._event.is_shared(index, self._rows):
             raise ValueError(
                 f"{where} holds a tensor {describe(self._event.leaves[index])} without a row per "
                 "token: all requests of the step share it, so no block may change it."
@@ -245,22 +243,17 @@ def _misfit_of_first(where: str, value: Any, expected: Any) -> str:
     )
 
 
-def _first_argument(arguments: tuple[tuple[Any, ...], dict[str, Any]], where: str) -> Any:
+def _first_argument(
+    arguments: tuple[tuple[Any, ...], dict[str, Any]], location: Location, visit: int
+) -> Any:
     args, kwargs = arguments
     if args:
         return args[0]
     if kwargs:
         return next(iter(kwargs.values()))
     raise ValueError(
-        f"{where} does not exist: the module was called without arguments. "
+        f"{location.label(visit)} does not exist: the module was called without arguments. "
         "`.inputs` gives its (empty) arguments."
-    )
-
-
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equality that holds for NaN too."""
-    return torch.equal(a, b) or torch.equal(
-        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
     )
 
 

@@ -34,6 +34,9 @@ class Serving:
         self, runs: Sequence[Run], location: Location, event: Event, rows: Mapping[Run, Rows]
     ) -> None:
         """Serve those for whom the thread has to be prepared one by one, then the others."""
+        if len(runs) == 1 and not runs[0].plain:
+            self._serve_one(runs[0], location, event, rows[runs[0]])
+            return
         plain = [run for run in runs if run.plain]
         for run in runs if len(plain) < len(runs) else ():
             if not run.plain:
@@ -58,7 +61,7 @@ class Serving:
                 run.visited.add(location)
             run.resume_plainly()
             if not served.is_as_read:
-                self._settle(run, served)
+                self.settle(run, served)
             if served.replaced:
                 run.replaced.update((location, leaf) for leaf in served.replaced)
             run.place = run.served = None
@@ -77,14 +80,14 @@ class Serving:
         run.visited.add(location)
         try:
             run.resume()
-            self._settle(run, served)
+            self.settle(run, served)
         finally:
             run.place = run.served = None
             if served.replaced:
                 run.replaced.update((location, leaf) for leaf in served.replaced)
         at.after(run)
 
-    def _settle(self, run: Run, served: Served) -> None:
+    def settle(self, run: Run, served: Served) -> None:
         """Take back what a block has changed; the error of a write that fails is the block's."""
         # a block that catches the error of a write is still here, and may write again
         for tries_left in reversed(range(_TRIES)):

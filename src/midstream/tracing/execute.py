@@ -42,6 +42,7 @@ class Execution:
         model: Any = None,
         tracer: Any = None,
         extra: Mapping[str, Any] | None = None,
+        namespace: dict[str, Any] | None = None,
         helpers: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         """Prepare a run.
@@ -51,13 +52,17 @@ class Execution:
             model: the function form's first argument.
             tracer: the function form's second argument.
             extra: more names for the code form; they win over the block's own values.
+            namespace: where the code form's names live, the block's values among them; a new
+                dictionary without it.
             helpers: what the code form calls under a hidden name (see ``backward``), where that is
                 not to be what the source says.
         """
         self._block, self._arguments = block, (model, tracer)
         self._helpers = {**saves.helpers(), **backward.helpers(), **(helpers or {})}
         self._returned: dict[str, Any] = {}
-        self.namespace: dict[str, Any] = {**block.values, **(extra or {})}
+        self.namespace: dict[str, Any] = (
+            {**block.values, **(extra or {})} if namespace is None else namespace
+        )
         self.scope = Scope() if block.function is None else _FunctionScope(block.function)
 
     def run(self) -> None:

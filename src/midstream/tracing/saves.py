@@ -137,8 +137,11 @@ def save_method(value: Any, names: tuple[str, ...], /, *args: Any, **kwargs: Any
     own = getattr(value, "save", None)
     if own is save:  # `midstream.save(x)`
         return save_call(own, names, *args, **kwargs)
-    if getattr(own, "__func__", None) is save:  # a class that has our save as its method
+    function = getattr(own, "__func__", own)
+    if function is save:  # a class that has our save as its method
         return _mark(value, names)
+    if own is not None and function is getattr(object, "save", None):
+        return _mark(value, names)  # another library gave every object this method
     if own is not None or args or kwargs:
         return value.save(*args, **kwargs)
     return _mark(value, names)

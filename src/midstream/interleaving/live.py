@@ -1,0 +1,190 @@
+"""Hand-overs in the caller's own process, where values carry gradients.
+
+A tensor that gradients flow through is given to a block as it is: what the block computes from it,
+`retain_grad` and `torch.autograd.grad` included, is as in the model's own code. The model goes on
+with a copy, so that the block's tensor stays what it was. Where nothing but the model's Python code
+holds the tensor, the copy takes its place in that very object: code that writes into it later, as
+`x += layer(x)` does, writes into the copy, and whatever else knows the object sees that.
+A tensor without gradients is copied for the block, as everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from operator import methodcaller
+from typing import Any
+from weakref import getweakrefcount
+
+import torch
+
+from midstream.interleaving.copies import Edit, Rows, counting_edits, cut, same_bytes
+from midstream.interleaving.events import Check, Event
+from midstream.interleaving.gradients import note_origin
+from midstream.interleaving.served import Bundle
+
+
+class LiveEvent(Event):
+    """The live value of one location in one forward, for blocks in the same process.
+
+    Args:
+        value, sizes, spans, check, is_models, is_whole: as in ``Event``.
+        total: rows of the batch.
+        is_callers: whether a tensor is one that the traced call was made with.
+    """
+
+    def __init__(
+        self,
+        value: Any,
+        sizes: Sequence[int],
+        spans: Sequence[Rows],
+        check: Check | None = None,
+        is_models: Callable[[torch.Tensor], bool] | None = None,
+        is_whole: Callable[[torch.Tensor], bool] | None = None,
+        *,
+        total: int,
+        is_callers: Callable[[torch.Tensor], bool] | None = None,
+    ):
+        super().__init__(value, sizes, spans, check, is_models, is_whole)
+        self._total, self._is_callers = total, is_callers
+        self._given: dict[int, torch.Tensor | None] = {}  # None: the leaf itself
+
+    def _is_all(self, index: int, rows: Rows) -> bool:
+        """Whether a request's rows are all that a leaf has."""
+        return rows == (0, self._total)
+
+    def is_shared(self, index: int, rows: Rows) -> bool:
+        """Whether a leaf has no rows, and other requests of the batch see it too."""
+        return self.axis(index) is None and not self._is_all(index, rows)
+
+    def private(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """A copy that nobody else holds; gradients flow through it to what it is made of."""
+        with counting_edits():
+            return value.to(like.device, like.dtype, copy=True)
+
+    def bare(self, value: torch.Tensor) -> torch.Tensor:
+        """The tensor itself, with its gradients."""
+        return value
+
+    def is_changed(self, index: int, value: torch.Tensor, rows: Rows) -> bool:
+        """Whether a block's tensor, whose version is as it was, is another for the model."""
+        if index in self._given:
+            return False
+        live = self.live(index, rows)
+        if value.requires_grad and not live.requires_grad:  # `x.requires_grad_()`
+            return True
+        return _has_bytes(value) and not same_bytes(value.detach(), live.detach())
+
+    def copy(self, index: int, rows: Rows) -> Any:
+        """A block's own tensor: the live one if gradients flow through it, else a copy."""
+        leaf = self.leaves[index]
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        axis = self.axis(index)
+        if not (leaf.requires_grad and torch.is_grad_enabled()):
+            with counting_edits():
+                return cut(leaf, axis, *rows).clone()
+        if self._is_all(index, rows):
+            if self._is_fixed(leaf):  # the block may change its tensor, and not that one
+                leaf = self.leaves[index] = leaf.clone()
+            return self._give(index, leaf)
+        part = cut(leaf, axis, *rows).clone()
+        note_origin(part, leaf, axis, *rows)
+        return part
+
+    def _give(self, index: int, leaf: torch.Tensor) -> torch.Tensor:
+        """The live tensor for the block; the model keeps the object, which ``result`` fills."""
+        mine = leaf.detach()
+        is_swapped = type(leaf) is torch.Tensor and not leaf.is_leaf and _swapped(leaf, mine)
+        self._given[index] = mine if is_swapped else None
+        return mine if is_swapped else leaf
+
+    def bundle(self, rows: Rows) -> Bundle | None:
+        """None: each request's tensors are made on their own."""
+        return None
+
+    def edit(self, index: int, edit: Edit) -> None:
+        """Take what a block changed in its tensor of a leaf, at once.
+
+        Raises:
+            RuntimeError: its tensor was given a shape that does not fit.
+        """
+        if self._check is not None:
+            self._check(index, edit.value, edit.rows)
+        live = self.live(index, edit.rows)
+        if index in self._given:  # it is the live one
+            edit.value.expand(live.shape)
+            return
+        value = edit.value.expand(live.shape)
+        if self._must_replace(self.leaves[index]):
+            self._replaced.setdefault(index, {})[edit.rows] = value
+        else:
+            self._write(index, edit.rows, value)
+
+    def flush(self) -> list[tuple[Rows, Exception]]:
+        """Nothing: edits are taken at once."""
+        return []
+
+    def _write(self, index: int, rows: Rows, value: torch.Tensor) -> None:
+        leaf = self.leaves[index]
+        with torch.inference_mode() if leaf.is_inference() else nullcontext():
+            cut(leaf, self.axis(index), *rows).copy_(value)
+
+    def _must_replace(self, leaf: torch.Tensor) -> bool:
+        """Whether a leaf must not be written into: it is the model's own, or the caller's."""
+        return self._is_fixed(leaf) or (self._is_models is not None and self._is_models(leaf))
+
+    def _is_fixed(self, leaf: torch.Tensor) -> bool:
+        """Whether autograd refuses to write into a leaf, or the caller holds it."""
+        base = leaf._base if leaf._is_view() and leaf._base is not None else leaf
+        if base.is_leaf and base.requires_grad:
+            return True
+        if base is not leaf and leaf.requires_grad and _creation_of(leaf) != _BY_AUTOGRAD:
+            return True  # as the parts that `split` gives
+        return self._is_callers is not None and self._is_callers(leaf)
+
+    def result(self) -> Any:
+        """The value the model goes on with, which shares no memory with what a block was given."""
+        if not self._replaced and not self._given:
+            return self._value
+        leaves = list(self.leaves)
+        for index, mine in self._given.items():
+            copied = (leaves[index] if mine is None else mine).clone()
+            if mine is None or not _swapped(leaves[index], copied):
+                leaves[index] = copied
+        for index in self._replaced:
+            leaves[index] = self._with_replaced(index)
+        return self._build(leaves)
+
+    def _with_replaced(self, index: int) -> torch.Tensor:
+        values = self._replaced[index]
+        for rows, value in reversed(values.items()):
+            if self._is_all(index, rows):
+                return value.clone()
+        leaf, axis = self.leaves[index], self.axis(index)
+        new: torch.Tensor = leaf.clone()
+        for rows, value in values.items():
+            cut(new, axis, *rows).copy_(value)
+        return new
+
+
+_creation_of: Any = torch._C._autograd._get_creation_meta
+_BY_AUTOGRAD: Any = torch._C._autograd.CreationMeta.DEFAULT
+
+
+# As `torch.utils.swap_tensors`, but that attributes of the objects stay where they are.
+_swap: Any = torch._C._swap_tensor_impl
+_holders: Any = methodcaller("_use_count")
+
+
+def _swapped(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Exchange what two tensor objects stand for, unless more than these objects hold it."""
+    if _holders(a) > 1 or _holders(b) > 1 or getweakrefcount(a) or getweakrefcount(b):
+        return False
+    _swap(a, b)
+    return True
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's numbers can be looked at here and now: not on a GPU, and no fake."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
