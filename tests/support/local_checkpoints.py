@@ -48,6 +48,10 @@ KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         "T-BERT-CLASSES": ("BertForSequenceClassification", {**_BERT, "num_labels": 3}),
         "T-LLAMA-CLASSES": ("LlamaForSequenceClassification", {**_LLAMA, "num_labels": 3}),
         "T-BLOOM": ("BloomForCausalLM", {**_SIZES, **_LAYERS}),
+        "T-NEOX": (
+            "GPTNeoXForCausalLM",
+            {**_SIZES, **_LAYERS, "intermediate_size": 64, "max_position_embeddings": 64},
+        ),
         "T-T5": (
             "T5ForConditionalGeneration",
             {

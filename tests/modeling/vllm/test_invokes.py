@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from midstream.errors import InterventionError, PromptError, UnsupportedError
-from midstream.modeling.vllm.merging import merge
+from midstream.modeling.merging import merge
 from tests.conftest import TINY
 from tests.soak.engines import Counts
 from tests.support.checkpoints import LONG, A, B, C

@@ -11,7 +11,7 @@ from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import UnsupportedError
-from midstream.modeling.vllm.capturing import Capturing
+from midstream.modeling.capturing import Capturing
 from midstream.modeling.vllm.tracer import Tracer
 from midstream.modeling.vllm.unsupported import EDIT_INVOKE
 from midstream.tracing import Block

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from midstream.errors import InterventionError
+from midstream.modeling import failing
+from midstream.modeling.failing import Failure
 from midstream.modeling.vllm.payloads import BlockError, Record
 
 
@@ -36,36 +38,18 @@ def tell(records: Sequence[Record]) -> None:
 
 
 def raise_failures(errors: Sequence[BlockError]) -> None:
-    """Raise for the blocks that failed, if any did, see ``failure``.
-
-    Ctrl-C that met a block in this process stays Ctrl-C.
+    """Raise for the blocks that failed, if any did, see ``failing.raise_failures``.
 
     Raises:
         InterventionError: a block failed.
     """
-    raised = failure(errors)
-    if raised is not None:
-        if isinstance(raised.__cause__, KeyboardInterrupt):
-            raise raised.__cause__
-        raise raised
+    failing.raise_failures([_failure(error) for error in errors])
 
 
 def failure(errors: Sequence[BlockError]) -> InterventionError | None:
-    """The exception for blocks that failed; None if none did.
-
-    The text begins with the first failure's original type and message and holds every failure's
-    traceback; the cause is the first one's original where its type can be imported.
-    """
-    if not errors:
-        return None
-    texts = [_text(error) for error in errors]
-    if len(texts) > 1:
-        texts[0] += f"\n\n{len(texts)} blocks of this trace failed. The others:"
-    raised = InterventionError("\n\n".join(texts))
-    raised.__cause__ = errors[0].rebuild()
-    return raised
+    """The exception for blocks that failed, see ``failing.intervention``; None if none did."""
+    return failing.intervention([_failure(error) for error in errors]) if errors else None
 
 
-def _text(error: BlockError) -> str:
-    text = f"{error.type_name}: {error.message}"
-    return f"{text}\n\nIn the block:\n{error.traceback}" if error.traceback else text
+def _failure(error: BlockError) -> Failure:
+    return Failure(error.type_name, error.message, error.traceback, error.rebuild())

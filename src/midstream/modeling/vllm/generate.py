@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dis
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from midstream.errors import CaptureError, PromptError
+from midstream.modeling.capturing import opens_with
 from midstream.modeling.vllm.arguments import check_settings
 from midstream.modeling.vllm.client import Outcome
 from midstream.modeling.vllm.data import Request
@@ -18,9 +18,6 @@ from midstream.modeling.vllm.outputs import attach_edits, edit_records, warn_of_
 
 if TYPE_CHECKING:
     from midstream.modeling.vllm.tracer import Tracer
-
-_CACHE = dis.opmap["CACHE"]
-_WITH = ("BEFORE_WITH", "LOAD_SPECIAL")  # what a `with` statement does with its manager first
 
 
 class Outputs(list[Any]):
@@ -74,7 +71,7 @@ class Generating:
             TypeError: an unknown setting.
             ValueError: no installed edit has one of the names.
         """
-        if block is not None or _opens_with(sys._getframe(1)):
+        if block is not None or opens_with(sys._getframe(1)):
             return self.trace(*prompts, block=block, **settings)
         check_settings(settings)
         self._edits.chosen(settings.get("edits"))
@@ -84,15 +81,6 @@ class Generating:
         tell(edit_records(outcomes))
         warn_of_failures(outcomes, stacklevel=3)
         return Outputs(outcome.output for outcome in outcomes)
-
-
-def _opens_with(frame: FrameType) -> bool:
-    """Whether the call that a frame is in gives a `with` statement its context manager."""
-    code = frame.f_code.co_code
-    after = frame.f_lasti + 2
-    while code[after] == _CACHE:
-        after += 2
-    return dis.opname[code[after]] in _WITH
 
 
 def _several(given: tuple[Any, ...]) -> list[Any]:

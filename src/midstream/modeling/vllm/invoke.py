@@ -10,7 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import PromptError
-from midstream.modeling.vllm.capturing import Capturing
+from midstream.modeling.capturing import Capturing
 from midstream.tracing import Block
 from midstream.tracing.checks import does_nothing
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
+
+import torch
 
 from midstream.errors import UnsupportedError
 from midstream.interleaving.locations import LOGITS, SAMPLES, Location
 from midstream.interleaving.run import current_run
-from midstream.modeling.base import Model
+from midstream.modeling.dialects import local_name
+from midstream.modeling.navigating import Navigable
 from midstream.modeling.vllm.unsupported import SCAN
 
 
-class EngineModel(Model):
+class EngineModel(Navigable):
     """A model served by vLLM: the tree of vLLM's modules, and the engine's own hand-overs."""
+
+    def __init__(self, root: torch.nn.Module, rename: Mapping[str, str | list[str]] | None = None):
+        super().__init__(root, rename)
+        self.tree.hint = local_name
 
     @property
     def logits(self) -> Any:

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from midstream.errors import CaptureError, PromptError, TransportError, UnsupportedError
 from midstream.interleaving.node import Node
@@ -28,6 +28,9 @@ from midstream.modeling.vllm.tokenizers import tokenizer_of
 from midstream.modeling.vllm.tracer import Tracer
 from midstream.modeling.vllm.wire import KEY, MODEL, NODE, STORED, TOKENIZER, TRACER, Payload
 from midstream.tracing import Block
+
+if TYPE_CHECKING:
+    from midstream.modeling.transformers.model import TransformersModel
 
 _SPECIAL = 8  # tokens that a tokenizer may put around a text; the text has at most one a byte
 
@@ -170,6 +173,30 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
         if self._tokenizer is None:
             self._tokenizer = tokenizer_of(self._model_config)
         return self._tokenizer
+
+    def transformers(self, **loading: Any) -> TransformersModel:
+        """The same checkpoint as a HuggingFace model in this process, for gradients.
+
+        Values that a trace brought home can be written into its forwards. The engine is left as it
+        is: ``close()`` it first where memory is short.
+
+        Args:
+            loading: arguments of ``TransformersModel``; the dtype is the engine's without one.
+
+        Returns:
+            The model, whose weights the first trace loads.
+        """
+        from midstream.modeling.transformers.model import TransformersModel
+
+        config = self._model_config
+        ours = {
+            "dtype": config.dtype,
+            "revision": config.revision,
+            "tokenizer": self.tokenizer,
+            "trust_remote_code": config.trust_remote_code or None,
+        }
+        given = {name: value for name, value in ours.items() if value is not None}
+        return TransformersModel(self.repo, **{**given, **loading})
 
     # Traces.
 

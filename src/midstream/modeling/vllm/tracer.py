@@ -15,12 +15,12 @@ from midstream.errors import (
     UnsupportedError,
 )
 from midstream.interleaving.caches import Cache  # its class has to be loaded when one comes home
+from midstream.modeling.capturing import Capturing
+from midstream.modeling.merging import merge
 from midstream.modeling.vllm.arguments import check_settings
-from midstream.modeling.vllm.capturing import Capturing
 from midstream.modeling.vllm.data import Request, write
 from midstream.modeling.vllm.failures import report
 from midstream.modeling.vllm.invoke import Invoke
-from midstream.modeling.vllm.merging import merge
 from midstream.modeling.vllm.outputs import attach_edits, edit_records
 from midstream.modeling.vllm.unsupported import BARRIER
 from midstream.tracing import Block, Execution, bind

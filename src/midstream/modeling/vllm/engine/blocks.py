@@ -12,6 +12,7 @@ from midstream.interleaving.printing import Notice
 from midstream.interleaving.replays import WriteLog
 from midstream.interleaving.run import Run
 from midstream.interleaving.snapshots import Snapshots
+from midstream.modeling.dialects import advise_engine
 from midstream.modeling.vllm.engine.commons import Common
 from midstream.modeling.vllm.engine.edits import InstalledEdit
 from midstream.modeling.vllm.engine.plain import is_plain
@@ -164,6 +165,7 @@ class HostedBlock:
     def _error(self, error: BaseException | None) -> BlockError | None:
         if error is None:
             return None
+        advise_engine(error)
         if self._edit is not None:
             annotate(error, f"Raised in the installed edit {self._edit.label}.")
         return BlockError.of(error, _traceback_of(error, self._block))

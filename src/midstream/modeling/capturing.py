@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 from types import FrameType, TracebackType
 
 from midstream.tracing import Block, Capture, forget_skip
 from midstream.tracing.unbound import warn_bare_caches
+
+_CACHE = dis.opmap["CACHE"]
+_WITH = ("BEFORE_WITH", "LOAD_SPECIAL")  # what a `with` statement does with its manager first
 
 
 class Capturing:
@@ -48,3 +52,12 @@ class Capturing:
             forget_skip(raised)
             raise
         return True
+
+
+def opens_with(frame: FrameType) -> bool:
+    """Whether the call that a frame is in gives a `with` statement its context manager."""
+    code = frame.f_code.co_code
+    after = frame.f_lasti + 2
+    while code[after] == _CACHE:
+        after += 2
+    return dis.opname[code[after]] in _WITH
