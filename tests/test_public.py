@@ -14,7 +14,8 @@ from midstream.errors import NotInTraceError
 
 def test_all_names_what_is_public() -> None:
     """`__all__` names exactly the public names, and each can be imported (O1)."""
-    assert set(midstream.__all__) == {"VLLM", "__version__", "errors", "save"}
+    models = {"Model", "TransformersModel", "VLLM"}
+    assert set(midstream.__all__) == {*models, "__version__", "errors", "save"}
     assert all(hasattr(midstream, name) for name in midstream.__all__)
 
 
@@ -25,10 +26,9 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_importing_is_light() -> None:
-    """`import midstream` brings neither PyTorch nor vLLM nor Triton."""
-    code = (
-        "import midstream, sys; print([m for m in ('torch', 'vllm', 'triton') if m in sys.modules])"
-    )
+    """`import midstream` brings neither PyTorch nor vLLM nor Triton nor transformers."""
+    heavy = ("torch", "transformers", "triton", "vllm")
+    code = f"import midstream, sys; print([m for m in {heavy} if m in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
 

@@ -336,3 +336,20 @@ def test_a_forward_of_keywords_only(local: Get) -> None:
     right = logits(inner, input_ids=torch.tensor([A]))
     assert torch.equal(logits(Wrapper(inner), **one(model, encoding).arguments), right)
     assert torch.equal(logits(Wrapper(inner), **one(model, TEXT).arguments), right)
+
+
+def test_a_single_row_may_lack_the_axis_of_rows(inputs: Get) -> None:
+    """What is given for one row's tokens is that row, also beside a positional input (H13)."""
+    module, model = inputs("T-LLAMA")
+    made = one(model, A, labels=A, attention_mask=[1] * len(A)).arguments
+    assert {name: tuple(each.shape) for name, each in made.items()} == dict.fromkeys(made, (1, 5))
+    both = model.prepare([model.encode(A, labels=A), model.encode(A[:3], labels=A[:3])]).arguments
+    whole = model.prepare([model.encode(A, labels=[A]), model.encode(A[:3], labels=[A[:3]])])
+    assert both["labels"].tolist() == whole.arguments["labels"].tolist()
+    module, model = inputs("T-T5")
+    made = one(model, A, decoder_input_ids=[3]).arguments
+    assert made["decoder_input_ids"].tolist() == [[3]]
+    right = logits(module, input_ids=torch.tensor([A]), decoder_input_ids=torch.tensor([[3]]))
+    assert torch.equal(logits(module, **made), right)
+    module, model = inputs("T-LLAMA-CLASSES")
+    assert one(model, A, labels=[1]).arguments["labels"].tolist() == [1]

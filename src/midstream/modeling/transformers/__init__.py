@@ -1,1 +1,5 @@
-"""HuggingFace models in this process: loading, inputs and settings."""
+"""HuggingFace models in this process: loading, inputs, settings, and the model users hold."""
+
+from midstream.modeling.transformers.model import TransformersModel
+
+__all__ = ["TransformersModel"]

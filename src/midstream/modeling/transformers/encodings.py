@@ -175,5 +175,33 @@ def positions(mask: Tensor | None, shape: tuple[int, int], device: torch.device)
     return (mask.long().cumsum(-1) - 1).clamp(min=0).masked_fill(mask == 0, 0)
 
 
+def ends(encodings: Sequence[Encoding], signature: Signature) -> tuple[int, ...] | None:
+    """Where each row's last real token is, of the decoder where there is one.
+
+    None where that is the last place in all rows, as with padding on the left.
+    """
+    real = [_real(each, signature) for each in encodings]
+    longest = max(each.shape[1] for each in real)
+    found: list[int] = []
+    for each in real:
+        shift = longest - each.shape[1] if signature.side == "left" else 0
+        places = torch.arange(each.shape[1], device=each.device) + shift
+        found += (each * places).max(1).values.tolist()
+    return None if set(found) <= {longest - 1} else tuple(found)
+
+
+def _real(encoding: Encoding, signature: Signature) -> Tensor:
+    """Which places are real tokens, ``[rows, length]``; a model without tokens has one place."""
+    prefix = "decoder_" if signature.encoder_decoder else ""
+    for name in (f"{prefix}attention_mask", f"{prefix}input_ids", "labels"):
+        given = encoding.tensors.get(name)
+        if given is None or given.ndim != 2 or not given.shape[1]:
+            continue
+        if name.endswith("_ids"):
+            return torch.ones_like(given, dtype=torch.bool)
+        return given != (IGNORED if name == "labels" else 0)
+    return torch.ones((encoding.rows, 1), dtype=torch.bool)
+
+
 def _refusal(what: str) -> UnsupportedError:
     return UnsupportedError(f"Several inputs cannot share one forward: {what}. {_LOOP}")

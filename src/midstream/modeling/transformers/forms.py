@@ -24,6 +24,9 @@ _ACCEPTED = (
 _ROWS = ("_ids", "_mask", "_values", "_features", "_embeds", "labels", "_thw", "_sizes")
 """Ends of keywords that hold arrays, also where they are written as lists."""
 
+_OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+"""Ends of keywords that have an entry for each token of a row."""
+
 _WITHOUT_ROWS = ("logits_to_keep", "cache_position")
 """Keywords whose tensors hold for all rows."""
 
@@ -175,6 +178,8 @@ class Forms:
         if ids is not None and ids.ndim == 1:
             tensors = {n: t[None] if t.shape == ids.shape else t for n, t in tensors.items()}
         rows = self._count(tensors)
+        if rows == 1:
+            tensors = {name: _as_row(name, each) for name, each in tensors.items()}
         ids, mask = tensors.get("input_ids"), tensors.get("attention_mask")
         if ids is not None and ids.numel() == 0:
             raise PromptError(EMPTY)
@@ -209,6 +214,12 @@ def _sorted(keywords: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, A
 
 def _has_rows(name: str, value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0 and name not in _WITHOUT_ROWS
+
+
+def _as_row(name: str, value: Tensor) -> Tensor:
+    """What was given for a row's tokens without the axis of rows gets it."""
+    of_tokens = name.endswith(_OF_TOKENS) or (name == "labels" and len(value) > 1)
+    return value[None] if value.ndim == 1 and of_tokens else value
 
 
 def _as_tensor(name: str, value: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from midstream.errors import PromptError
-from midstream.modeling.transformers.encodings import Encoding, positions, stack
+from midstream.modeling.transformers.encodings import Encoding, ends, positions, stack
 from midstream.modeling.transformers.forms import Forms
 from midstream.modeling.transformers.parts import Parts
 from midstream.modeling.transformers.signature import padding_id, signature_of
@@ -27,6 +27,8 @@ class Prepared:
         spans: (start, stop) of each invoke's rows.
         lengths: real tokens of each row; empty where a model reads no tokens.
         side: the side that rows are padded on, "left" or "right".
+        ends: where each row's last real token is, in what logits are made for; None where that is
+            the last place of all.
         images: for each row, (start, stop) of every run of image tokens in it.
     """
 
@@ -34,6 +36,7 @@ class Prepared:
     spans: tuple[tuple[int, int], ...]
     lengths: tuple[int, ...]
     side: str
+    ends: tuple[int, ...] | None = None
     images: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     @property
@@ -104,6 +107,7 @@ class Inputs:
             spans=_spans(encodings),
             lengths=_lengths(whole),
             side=self.signature.side,
+            ends=None if generate else ends(encodings, self.signature),
             images=self._images(whole),
         )
 
