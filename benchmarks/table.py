@@ -29,14 +29,27 @@ def interleaved_us(
     works: Sequence[Callable[[], object]], *, repeats: int, warm: int = 2
 ) -> list[float]:
     """Median time of each work in microseconds, measured in turns so that drift hits all alike."""
+    return [statistics.median(series) for series in turns_us(works, repeats=repeats, warm=warm)]
+
+
+def turns_us(
+    works: Sequence[Callable[[], object]],
+    *,
+    repeats: int,
+    warm: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[list[float]]:
+    """Times of each work in microseconds, one a round; each round begins with the next work."""
     times: list[list[float]] = [[] for _ in works]
     for turn in range(warm + repeats):
-        for index, work in enumerate(works):
-            start = time.perf_counter()
-            work()
+        for offset in range(len(works)):
+            index = (turn + offset) % len(works)
+            start = clock()
+            works[index]()
+            seconds = clock() - start
             if turn >= warm:
-                times[index].append(time.perf_counter() - start)
-    return [statistics.median(series) * 1e6 for series in times]
+                times[index].append(seconds * 1e6)
+    return times
 
 
 @functools.cache
@@ -61,7 +74,10 @@ def version(name: str) -> str:
             continue
     import importlib
 
-    return str(getattr(importlib.import_module(name), "__version__", "not installed"))
+    try:
+        return str(getattr(importlib.import_module(name), "__version__", "not installed"))
+    except ModuleNotFoundError:
+        return "not installed"
 
 
 def _processor() -> str:
