@@ -49,11 +49,16 @@ def run_page(page: Path) -> int:
     """Run all blocks of a page and compare what they print; returns how many there were."""
     with _page_module(page) as module:
         found = snippets(page)
-        for snippet in found:
-            # a page imports and runs as a script does, its `__main__` guards included
-            module.__dict__["__name__"] = "__main__"
-            assert_output(snippet, _run(snippet, module))
+        run_snippets(found, module)
     return len(found)
+
+
+def run_snippets(found: list[Snippet], module: ModuleType) -> None:
+    """Run blocks in a module, in order, and compare what they print."""
+    for snippet in found:
+        # a page imports and runs as a script does, its `__main__` guards included
+        module.__dict__["__name__"] = "__main__"
+        assert_output(snippet, _run(snippet, module))
 
 
 def assert_output(snippet: Snippet, printed: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ SHARED = {"dtype", "max_model_len", "dispatch", "kv_cache_memory_bytes"}
 
 
 @pytest.fixture
-def shared_engine(demo_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def shared_engine(demo_engine: Any, demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let pages that construct a VLLM have the suite's engine, which they cannot close."""
     import midstream
 
@@ -30,8 +31,16 @@ def shared_engine(demo_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         return real(repo, **arguments)
 
     monkeypatch.setattr(midstream, "VLLM", construct)
+    monkeypatch.setattr(midstream, "TransformersModel", partial(_demo, demo_path))
     monkeypatch.setattr(real, "close", lambda model: model is demo_engine or close(model))
     return demo_engine
+
+
+def _demo(folder: Path, repo: str, **arguments: Any) -> Any:
+    """A HuggingFace model whose repository is the demo model's folder."""
+    from midstream.modeling.transformers import TransformersModel
+
+    return TransformersModel(folder, **arguments)
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
