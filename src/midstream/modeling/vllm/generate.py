@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from midstream.errors import CaptureError, PromptError
 from midstream.modeling.vllm.arguments import check_settings
-from midstream.modeling.vllm.client import Outcome
 from midstream.modeling.vllm.data import Request
 from midstream.modeling.vllm.edits import EditRegistry
 from midstream.modeling.vllm.failures import tell
+from midstream.modeling.vllm.ledger import Outcome
 from midstream.modeling.vllm.outputs import attach_edits, edit_records, warn_of_failures
 
 if TYPE_CHECKING:

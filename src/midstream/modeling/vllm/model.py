@@ -14,10 +14,11 @@ from midstream.interleaving.source import Operation, Source
 from midstream.modeling.vllm import arguments as args
 from midstream.modeling.vllm import bootstrap, meta, prompts
 from midstream.modeling.vllm.building import refuse_reimport
-from midstream.modeling.vllm.client import Engine, Outcome, Submission
+from midstream.modeling.vllm.client import Engine
 from midstream.modeling.vllm.data import Request, read
 from midstream.modeling.vllm.edits import Editable, EditRegistry
 from midstream.modeling.vllm.generate import Generating
+from midstream.modeling.vllm.ledger import Outcome, Submission
 from midstream.modeling.vllm.limits import NAMES as LIMITS
 from midstream.modeling.vllm.limits import Limits
 from midstream.modeling.vllm.locations import EngineModel

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from midstream.errors import InterventionError, MidstreamWarning
-from midstream.modeling.vllm.client import Outcome
 from midstream.modeling.vllm.failures import failure
+from midstream.modeling.vllm.ledger import Outcome
 from midstream.modeling.vllm.merging import merge
 from midstream.modeling.vllm.payloads import Record
 
