@@ -59,12 +59,9 @@ def check_mode(mode: str) -> None:
 
     Raises:
         ValueError: an unknown mode.
-        UnsupportedError: the asynchronous engine.
     """
     if mode not in ("sync", "async"):
         raise ValueError(f"mode={mode!r}: expected 'sync' or 'async'.")
-    if mode == "async":
-        raise UnsupportedError("mode='async' is not supported yet; use mode='sync'.")
 
 
 def check_known(

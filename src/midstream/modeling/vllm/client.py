@@ -194,8 +194,7 @@ class Engine:
         # vLLM's output side may have finished them already, and then tells the engine nothing
         self._core.engine_core.abort_requests(list(self._sequences))
         # of requests without a block no word comes
-        blockless = (i for i, (found, _) in self._sequences.items() if not found.expected)
-        self._ledger.closed.update(blockless)
+        self._ledger.close([i for i, (found, _) in self._sequences.items() if not found.expected])
         self._until_closed()
         self.broken = False
 
@@ -235,7 +234,7 @@ class Engine:
         call = partial(self._core.collective_rpc, "midstream_finish", args=(write(found),))
         for records in self._undisturbed(call):
             self._ledger.take_records(records)
-        self._ledger.closed.update(found)
+        self._ledger.close(found)
 
     def _undisturbed(self, call: Callable[[], Any]) -> Any:
         """Have the engine do something, which in this process must not be left halfway."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -14,7 +14,7 @@ from midstream.modeling.vllm.results import Result, of_output
 from midstream.modeling.vllm.wire import EDIT, KEY, RECORDS, Payload
 
 
-@dataclass
+@dataclass(eq=False)
 class Outcome:
     """What one request brought home.
 
@@ -37,7 +37,7 @@ class Outcome:
     aborted: bool = False
 
     @classmethod
-    def of(cls, payload: Payload | None, sequences: int) -> Outcome:
+    def of(cls, payload: Payload | None, sequences: int) -> Self:
         """What a request is going to bring home."""
         payload = payload or Payload()
         return cls(
@@ -56,13 +56,20 @@ class Outcome:
         """Whether all records are in."""
         return all(map(self.has_all_of, range(len(self.records))))
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a block beside it has failed, its own or an edit's."""
+        own = [record for record in self.records if record is not None]
+        edits = [record for found in self.edits for record in found.values()]
+        return any(record.error is not None for record in (*own, *edits))
+
 
 @dataclass(frozen=True)
 class Submission:
     """One request to run: vLLM's prompt, sampling parameters and adapter, and what blocks need.
 
     Without a payload it is plain vLLM's, its KV cache shared like any other's. `common` is what its
-    block shares with others that are submitted with it.
+    block shares with others that are submitted with it, `where` the block's file and line.
     """
 
     prompt: dict[str, Any]
@@ -70,6 +77,7 @@ class Submission:
     payload: Payload | None
     lora: Any = None
     common: bytes = b""
+    where: str = ""
 
     def loaded(self, kind: Any, salt: str) -> tuple[dict[str, Any], Any]:
         """The prompt and the sampling parameters as vLLM is to have them.
@@ -95,13 +103,17 @@ def load(params: Any, prompt: dict[str, Any], payload: Payload, salt: str) -> No
 class Ledger:
     """The sequences of requests that run, and how far they are.
 
+    Args:
+        has_news: called with a request of which something has come.
+
     Attributes:
         sequences: by vLLM's id of a sequence, its request and its number in it.
         closed: those of which the engine says that they are over.
         waiting: those whose block waits for what its request ended with.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_news: Callable[[Any], None] = lambda _: None) -> None:
+        self._has_news = has_news
         self.sequences: dict[str, tuple[Outcome, int]] = {}
         self.closed: set[str] = set()
         self.waiting: set[str] = set()
@@ -115,9 +127,18 @@ class Ledger:
 
     def _take(self, message: Mapping[str, Any]) -> None:
         waiting = self.sequences.keys() & message["waiting"]
+        closed = (self.sequences.keys() & message["closed"]) - waiting
         self.waiting.update(waiting)
-        self.closed.update((self.sequences.keys() & message["closed"]) - waiting)
         self.take_records(message["records"])
+        self.close(closed)
+        for i in waiting:
+            self._has_news(self.sequences[i][0])
+
+    def close(self, sequences: Iterable[str]) -> None:
+        """Take in that nothing more comes of sequences; those of unknown requests are ignored."""
+        for i in self.sequences.keys() & set(sequences):
+            self.closed.add(i)
+            self._has_news(self.sequences[i][0])
 
     def take_records(self, records: bytes) -> None:
         """Take in records as the engine packed them; those of unknown requests are dropped."""
@@ -128,6 +149,7 @@ class Ledger:
                     outcome.edits[index][record.extra[EDIT]] = record
                 else:
                     outcome.records[index] = record
+                self._has_news(outcome)
 
     def is_closed(self, sequence: str) -> bool:
         """Whether nothing more comes of a sequence: the engine says so, or all of it is here."""
@@ -147,7 +169,8 @@ class Ledger:
             if outcome.aborted:
                 found[i] = None
             elif outcome.output is not None:
-                found[i] = of_output(outcome.output, index)
+                result = of_output(outcome.output, index)
+                found[i] = None if result.finish_reason == "abort" else result
         self.waiting.difference_update(found)
         return found
 

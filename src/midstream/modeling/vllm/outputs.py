@@ -33,6 +33,20 @@ def attach_edits(outcomes: Sequence[Outcome]) -> None:
             outcome.output.edit_error = failure(met)
 
 
+def attach_saves(outcome: Outcome) -> None:
+    """Put on a finished output what its request's blocks saved, edits' and its own.
+
+    ``saves`` has the values by name, the block's own before those of edits (with several sequences
+    a list of theirs), and so has each completion's.
+    """
+    attach_edits([outcome])
+    records = [record.saves if record is not None else {} for record in outcome.records]
+    output = outcome.output
+    output.saves = {**getattr(output, "saves", {}), **merge(records, {})}
+    for completion in output.outputs:
+        completion.saves = {**getattr(completion, "saves", {}), **records[completion.index]}
+
+
 def _sequence(records: Sequence[Record]) -> Mapping[str, Any]:
     return {name: value for record in records for name, value in record.saves.items()}
 
