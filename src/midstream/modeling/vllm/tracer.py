@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,12 +16,13 @@ from midstream.errors import (
 )
 from midstream.interleaving.caches import Cache  # its class has to be loaded when one comes home
 from midstream.modeling.vllm.arguments import check_settings
-from midstream.modeling.vllm.capturing import Capturing
+from midstream.modeling.vllm.capturing import Capturing, at_once
 from midstream.modeling.vllm.data import Request, write
 from midstream.modeling.vllm.failures import report
 from midstream.modeling.vllm.invoke import Invoke
 from midstream.modeling.vllm.ledger import Outcome
 from midstream.modeling.vllm.merging import merge
+from midstream.modeling.vllm.modes import async_only
 from midstream.modeling.vllm.outputs import attach_edits, edit_records
 from midstream.modeling.vllm.payloads import Record
 from midstream.modeling.vllm.unsupported import BARRIER
@@ -67,17 +68,36 @@ class Tracer(Capturing):
         self.result: Any = None
 
     def __enter__(self) -> Tracer:
+        self._enter(sys._getframe(1))
+        return self
+
+    def __aenter__(self) -> Coroutine[Any, Any, Tracer]:
+        async_only(self._model.mode, "async with model.trace(...)", "with model.trace(...)")
+        self._enter(sys._getframe(1))
+        return at_once(self)
+
+    def _enter(self, frame: FrameType) -> None:
         if self._requests or self._collecting is not None:
             raise UnsupportedError(
                 "This trace has its block already, and a trace runs once. Call `model.trace(...)` "
                 "again, in the header of the next `with`."
             )
-        self._begin(sys._getframe(1), "model.trace")
-        return self
+        self._begin(frame, "model.trace")
 
     def _captured(self, block: Block, frame: FrameType) -> None:
+        if self._model.mode == "async":
+            self._take(block)  # nothing has come yet that could be bound
+            return
         try:
             self._take(block)
+        finally:
+            bind(frame, self.saves)
+
+    async def _acaptured(self, block: Block, frame: FrameType) -> None:
+        try:
+            self._take(block)
+            if self._run:
+                await self.backend
         finally:
             bind(frame, self.saves)
 
