@@ -11,7 +11,7 @@ import msgspec
 
 from midstream.modeling.vllm.payloads import Record, unpack
 from midstream.modeling.vllm.results import Result, of_output
-from midstream.modeling.vllm.wire import EDIT, KEY, RECORDS, Payload
+from midstream.modeling.vllm.wire import EDIT, KEY, NEW, RECORDS, SENT, Payload
 
 
 @dataclass(eq=False)
@@ -27,6 +27,8 @@ class Outcome:
             before the block began.
         edits: what the edits left, by sequence and by the edit's number.
         aborted: whether it was ended early, so that it has no result for its block.
+        new: what each sequence's block has appended to the lists it saves since it was last asked
+            for, by name; empty unless the block's payload says so.
     """
 
     expected: int = 0
@@ -35,6 +37,7 @@ class Outcome:
     records: list[Record | None] = field(default_factory=list)
     edits: list[dict[int, Record]] = field(default_factory=list)
     aborted: bool = False
+    new: list[dict[str, list[Any]]] = field(default_factory=list)
 
     @classmethod
     def of(cls, payload: Payload | None, sequences: int) -> Self:
@@ -45,6 +48,7 @@ class Outcome:
             edited=bool(payload.edits),
             records=[None] * sequences,
             edits=[{} for _ in range(sequences)],
+            new=[{} for _ in range(sequences)],
         )
 
     def has_all_of(self, index: int) -> bool:
@@ -145,10 +149,7 @@ class Ledger:
         for record in unpack(records) if records else ():
             if record.request_id in self.sequences:
                 outcome, index = self.sequences[record.request_id]
-                if EDIT in record.extra:
-                    outcome.edits[index][record.extra[EDIT]] = record
-                else:
-                    outcome.records[index] = record
+                _put(outcome, index, record)
                 self._has_news(outcome)
 
     def is_closed(self, sequence: str) -> bool:
@@ -180,3 +181,19 @@ class Ledger:
             self.sequences.pop(i, None)
         self.closed.difference_update(sequences)
         self.waiting.difference_update(sequences)
+
+
+def _put(outcome: Outcome, index: int, record: Record) -> None:
+    """Take in a record of one sequence of a request."""
+    if EDIT in record.extra:
+        outcome.edits[index][record.extra[EDIT]] = record
+        return
+    sent: dict[str, int] | None = {}
+    if NEW not in record.extra:
+        outcome.records[index], sent = record, record.extra.get(SENT)
+    if sent is None:
+        return  # what it appends was not asked for
+    for name, value in record.saves.items():
+        new = value[sent.get(name, 0) :] if isinstance(value, list) else []
+        if new:
+            outcome.new[index].setdefault(name, []).extend(new)

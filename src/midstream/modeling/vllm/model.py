@@ -212,7 +212,8 @@ class VLLM(Asynchronous, Generating, Editable, Storing, Sessions, EngineModel):
             run: False captures only, for ``tracer.to_bytes()``; no engine is needed.
             settings: vLLM's sampling settings (`temperature`, `max_tokens` or `max_new_tokens`,
                 `seed`, ...), `lora_request`, and `edits`: names of the installed edits to run
-                beside those without a name; all run without it.
+                beside those without a name; all run without it. With mode="async" also
+                `stream_saves`: give what is appended to saved lists as it is made, see ``Backend``.
 
         Returns:
             The tracer: a context manager whose body is the block, or, with ``block``, done. With
@@ -225,7 +226,7 @@ class VLLM(Asynchronous, Generating, Editable, Storing, Sessions, EngineModel):
             ValueError: no installed edit has one of the names.
             InterventionError: the block, or an edit, failed (at the end of the `with`).
         """
-        args.check_settings(settings)
+        args.check_settings(settings, streams=self.mode == "async" or not run)
         if run:
             self._edits.chosen(settings.get("edits"))
         if prompt is None and block is not None:

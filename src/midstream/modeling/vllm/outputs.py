@@ -47,6 +47,18 @@ def attach_saves(outcome: Outcome) -> None:
         completion.saves = {**getattr(completion, "saves", {}), **records[completion.index]}
 
 
+def attach_new_saves(outcome: Outcome, output: Any) -> None:
+    """Put on an output what has been appended to saved lists since the one before.
+
+    ``new_saves`` has the items by the name of their list (with several sequences a list of theirs),
+    and so has each completion's.
+    """
+    new, outcome.new = outcome.new, [{} for _ in outcome.new]
+    output.new_saves = merge(new, {})
+    for completion in output.outputs:
+        completion.new_saves = new[completion.index]
+
+
 def _sequence(records: Sequence[Record]) -> Mapping[str, Any]:
     return {name: value for record in records for name, value in record.saves.items()}
 

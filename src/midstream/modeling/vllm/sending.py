@@ -59,7 +59,12 @@ class Sending:
         given = request.settings
         if id(given) not in params:
             params[id(given)] = args.sampling(args.without_ours(given))
-        payload = Payload(request.block, request.keep, self._edits.chosen(given.get("edits")))
+        payload = Payload(
+            request.block,
+            request.keep,
+            self._edits.chosen(given.get("edits")),
+            stream=bool(given.get("stream_saves")),
+        )
         return Submission(
             request.prompt,
             params[id(given)],

@@ -134,7 +134,7 @@ class Tracer(Capturing):
                 "prompt: `with model.trace() as tracer:`."
             )
         checked = None if prompt is None else self._model._prompt(prompt, more)
-        check_settings(settings)
+        check_settings(settings, streams=self._model.mode == "async" or not self._run)
         if self._run:
             self._model._edits.chosen(settings.get("edits"))
         return Invoke(self, checked, settings)

@@ -11,7 +11,7 @@ from midstream.modeling.vllm.asynchronous.engine import AsyncEngine
 from midstream.modeling.vllm.asynchronous.flight import Flight
 from midstream.modeling.vllm.failures import report
 from midstream.modeling.vllm.ledger import Submission
-from midstream.modeling.vllm.outputs import attach_saves
+from midstream.modeling.vllm.outputs import attach_new_saves, attach_saves
 
 if TYPE_CHECKING:
     from midstream.modeling.vllm.tracer import Tracer
@@ -23,8 +23,10 @@ class Backend:
     ``async for output in tracer.backend`` gives vLLM's `RequestOutput`s with the text so far;
     ``await tracer.backend`` gives the finished one, or a list of them in the order of the invokes
     if there are several. Each output has ``saves``: empty until it is finished, then the values of
-    its request by name, edits' and the block's own. A slow reader gets the latest output of each
-    request, not every one.
+    its request by name, edits' and the block's own. With ``stream_saves=True`` each has, in
+    ``new_saves``, the items that the block has appended to the lists it saves since the output
+    before, by the list's name; it is empty otherwise. A slow reader gets the latest output of each
+    request, not every one, with all that is new.
 
     It is read once: a second reader gets nothing, and None from ``await``. Leaving the loop early,
     ``aclose()`` and cancelling the task that reads end the requests and free their blocks.
@@ -78,7 +80,7 @@ class Backend:
                     self._news.clear()
                     await self._news.wait()
                 while self._pending:
-                    yield self._pending.pop(next(iter(self._pending)))
+                    yield self._next()
             await self._task
         except GeneratorExit:
             await self.aclose()
@@ -86,6 +88,18 @@ class Backend:
         except BaseException:
             self._abandon()
             raise
+
+    def _next(self) -> Any:
+        """The output that has waited longest."""
+        index = next(iter(self._pending))
+        output = self._pending.pop(index)
+        attach_new_saves(self._flight.requests[index], output)
+        return output
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more comes: values are in ``tracer.saves``, or there is an error."""
+        return self._task.done()
 
     async def aclose(self) -> None:
         """End the requests, if they run; their blocks are gone when this returns."""
