@@ -228,7 +228,7 @@ class Engine:
         running = {id(outcome) for i, (outcome, _) in self._sequences.items() if i not in ended}
         for outcome in self._outcomes.values():
             outcome.aborted = outcome.output is None and id(outcome) not in running
-        found = self._ledger.take_results()
+        found = self._ledger.results()
         if not found:
             return
         call = partial(self._core.collective_rpc, "midstream_finish", args=(write(found),))

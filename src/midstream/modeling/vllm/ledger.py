@@ -142,6 +142,7 @@ class Ledger:
         """Take in that nothing more comes of sequences; those of unknown requests are ignored."""
         for i in self.sequences.keys() & set(sequences):
             self.closed.add(i)
+            self.waiting.discard(i)
             self._has_news(self.sequences[i][0])
 
     def take_records(self, records: bytes) -> None:
@@ -159,8 +160,8 @@ class Ledger:
         outcome, index = self.sequences[sequence]
         return outcome.output is not None and outcome.has_all_of(index)
 
-    def take_results(self) -> dict[str, Result | None]:
-        """What blocks that wait for it are to be given, each once: None if there is no result.
+    def results(self) -> dict[str, Result | None]:
+        """What blocks that wait for it are to be given, as far as it is known; None for no result.
 
         VLLM's output of a request may come before or after its block is known to wait.
         """
@@ -172,7 +173,6 @@ class Ledger:
             elif outcome.output is not None:
                 result = of_output(outcome.output, index)
                 found[i] = None if result.finish_reason == "abort" else result
-        self.waiting.difference_update(found)
         return found
 
     def forget(self, sequences: Sequence[str]) -> None:

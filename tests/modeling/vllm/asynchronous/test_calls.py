@@ -34,7 +34,7 @@ def test_plain_generation_beside_traces(model: Any, run: Run, hf: Oracle) -> Non
         with model.trace(A, max_tokens=6, **GREEDY) as tracer:
             model.model.layers[0].mlp.output[:] = 0
             logits = model.logits.save()
-        plain = await model.generate([A, B], C, max_tokens=6, **GREEDY)
+        plain = await model.generate([A, B, C], max_tokens=6, **GREEDY)
         output = await tracer.backend
         assert [out.outputs[0].token_ids for out in plain] == [
             hf.generate(prompt, 6).tokens for prompt in (A, B, C)
@@ -153,7 +153,7 @@ def test_an_edit_that_fails(model: Any, run: Run, hf: Oracle) -> None:
     """A failed edit warns beside plain requests and is raised by a trace; others go on (C87)."""
 
     async def main() -> None:
-        async with model.edit(name="bad") as (tracer, edit):
+        async with model.edit(name="bad") as (_, edit):
             raise LookupError("edit")
         with pytest.warns(MidstreamWarning, match="An installed edit failed in 1 of 1"):
             (plain,) = await model.generate(A, max_tokens=2, **GREEDY)
@@ -174,7 +174,7 @@ def test_an_edit_that_cannot_be_installed(model: Any, run: Run) -> None:
         lock = asyncio.Lock()
         unsent = (frame for frame in ())
         with pytest.raises(TransportError):
-            async with model.edit() as (tracer, edit):
+            async with model.edit() as (_, edit):
                 held = unsent
         assert not model.edits
         assert edit.id is None

@@ -121,7 +121,7 @@ def test_cancelled_before_it_was_sent(model: Any, run: Run) -> None:
     """A task that is cancelled at once leaves no request behind."""
 
     async def main() -> None:
-        for wait in range(6):
+        for wait in range(8):
             tracer = endless(model)
             task = asyncio.ensure_future(reading(tracer))
             for _ in range(wait):
@@ -131,8 +131,8 @@ def test_cancelled_before_it_was_sent(model: Any, run: Run) -> None:
                 await task
         await idle(model)
 
-    async def reading(tracer: Any) -> None:
-        await tracer.backend
+    async def reading() -> None:
+        await endless(model).backend
 
     run(main())
 
@@ -156,7 +156,7 @@ def test_only_the_cancelled_one_ends(model: Any, run: Run, hf: Oracle) -> None:
         doomed = [endless(model, [7 + i, 3]) for i in range(3)]
         with model.trace(B, max_tokens=12, temperature=0.0, ignore_eos=True) as tracer:
             logits = model.logits.save()
-        await begun(model, 4)
+        await begun(model, 3)
         await asyncio.gather(*(each.backend.aclose() for each in doomed))
         output = await tracer.backend
         assert output.outputs[0].token_ids == hf.generate(B, 12).tokens
@@ -168,7 +168,7 @@ def test_several_requests_of_a_trace(model: Any, run: Run) -> None:
     """All invokes and sequences of a trace end with it, also those that have not begun."""
 
     async def main() -> None:
-        with model.trace(**ENDLESS) as tracer:
+        with model.trace(**{**ENDLESS, "temperature": 1.0}) as tracer:
             shared = [].save()
             for index in range(12):  # more than run at once
                 with tracer.invoke([7 + index, 3, 4], n=1 + index % 2):

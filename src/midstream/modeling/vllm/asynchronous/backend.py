@@ -103,8 +103,7 @@ class Backend:
 
     async def aclose(self) -> None:
         """End the requests, if they run; their blocks are gone when this returns."""
-        self._taken = True
-        self._engine.bind()
+        self._take()
         if not self._task.done():
             await self._flight.abort()
         with suppress(Exception):  # nobody reads it any more

@@ -280,8 +280,9 @@ class AsyncEngine:
     def _give_results(self) -> None:
         """Send the blocks that wait for it what their requests ended with."""
         if self._ledger.waiting:
-            found = self._ledger.take_results()
+            found = self._ledger.results()
             if found:
+                self._ledger.waiting.difference_update(found)  # each is sent once
                 self.spawn(self._send_results(found))
 
     async def _send_results(self, found: Mapping[str, Result | None]) -> None:
