@@ -278,7 +278,7 @@ def refused(match: str) -> Iterator[None]:
 
 
 def test_another_event_loop(model: Any, run: Run, hf: Oracle) -> None:
-    """On another loop, or on none, everything raises at once instead of hanging (O18, A23, I24)."""
+    """On another loop, or on none, everything raises at once instead of hanging (O18, A23)."""
 
     async def main() -> Any:
         with model.trace(A, max_tokens=2, **GREEDY) as tracer:
@@ -306,3 +306,70 @@ def test_another_event_loop(model: Any, run: Run, hf: Oracle) -> None:
             logits = model.logits.save()
     output = run(waited(tracer))  # which has lost nothing by it
     assert output.outputs[0].token_ids == hf.generate(A, 2).tokens
+
+
+def test_calls_of_the_workers(model: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 traces are one call of the workers at most, and leave nothing there (case 40)."""
+    called: list[str] = []
+
+    async def one(index: int) -> Any:
+        with model.trace([5 + index % 90, 3], max_tokens=1, **GREEDY) as tracer:
+            logits = model.logits.save()
+        return await tracer.backend
+
+    async def main() -> None:
+        await one(0)
+        call = model.vllm_entrypoint.collective_rpc
+
+        async def noting(method: str, *more: Any, **keywords: Any) -> Any:
+            called.append(method)
+            return await call(method, *more, **keywords)
+
+        monkeypatch.setattr(model.vllm_entrypoint, "collective_rpc", noting)
+        outputs = await asyncio.gather(*map(one, range(200)))
+        with model.trace(max_tokens=1, **GREEDY) as tracer:
+            for index in range(8):
+                with tracer.invoke([5 + index, 3]):
+                    logits = model.logits.save()
+        await tracer.backend
+        assert called == ["midstream_bring"]  # what the eight have in common
+        assert len({float(output.saves["logits"].sum()) for output in outputs}) == 90
+        monkeypatch.undo()
+
+    run(main())
+
+
+def test_steering_is_the_same_everywhere(model: Any, run: Run, hf: Oracle, llama: Any) -> None:
+    """A vector steers plain requests, traces and synchronous traces alike (case 39)."""
+    vector = torch.linspace(-2, 2, 128)
+    with llama.trace(A, max_tokens=4, **GREEDY) as tracer:
+        for _ in tracer.all():
+            llama.model.layers[1].output[0][:] += vector
+    right = tracer.result.outputs[0].token_ids
+
+    async def main() -> None:
+        async with model.edit(name="steer") as (tracer, edit):
+            for _ in tracer.all():
+                model.model.layers[1].output[0][:] += vector
+        (plain,) = await model.generate(A, max_tokens=4, **GREEDY)
+        async with model.trace(A, max_tokens=4, **GREEDY) as tracer:
+            logits = model.logits.save()
+        await edit.aclear()
+        with model.trace(A, max_tokens=4, **GREEDY) as own:
+            for _ in own.all():
+                model.model.layers[1].output[0][:] += vector
+        found = [plain, tracer.result, await own.backend]
+        assert [out.outputs[0].token_ids for out in found] == [right] * 3
+        assert right != hf.generate(A, 4).tokens
+
+    run(main())
+
+
+def test_another_place_to_run(model: Any, run: Run) -> None:
+    """`remote=` is refused on an event loop as well (O22, E12)."""
+
+    async def main() -> None:
+        with pytest.raises(UnsupportedError, match="serve="):
+            model.trace(A, remote=True)
+
+    run(main())

@@ -122,8 +122,7 @@ def test_cancelled_before_it_was_sent(model: Any, run: Run) -> None:
 
     async def main() -> None:
         for wait in range(8):
-            tracer = endless(model)
-            task = asyncio.ensure_future(reading(tracer))
+            task = asyncio.create_task(reading())
             for _ in range(wait):
                 await asyncio.sleep(0)
             task.cancel()

@@ -48,7 +48,7 @@ def test_leaving_the_with_submits(model: Any, run: Run, hf: Oracle) -> None:
 
 
 def test_names_are_bound_by_async_with_only(model: Any, run: Run, hf: Oracle) -> None:
-    """`async with` waits and binds the names; a plain `with` binds none (E4, I24)."""
+    """`async with` waits and binds the names; a plain `with` binds none (E4)."""
 
     async def main() -> None:
         right = hf.reads(A)["logits"]
