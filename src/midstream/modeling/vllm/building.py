@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing
 import os
 import tempfile
@@ -21,10 +22,20 @@ from midstream.modeling.vllm import bootstrap
 from midstream.modeling.vllm._bootstrap import follow
 from midstream.modeling.vllm.ending import fail_calls
 from midstream.modeling.vllm.engine import process
+from midstream.modeling.vllm.payloads.segments import owner_id, sweep
 
 # A forked engine process imports nothing: without this it would not follow its client yet. In all
 # other forks `enter` finds no client to follow.
 register_after_fork(process, lambda module: module.enter())
+
+
+_TAGS = itertools.count()  # tell this process's engines apart
+
+
+def new_owner() -> str:
+    """Name the client of one engine; also removes what clients left behind that were killed."""
+    sweep()
+    return owner_id(tag=next(_TAGS))
 
 
 def build(

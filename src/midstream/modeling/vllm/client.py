@@ -14,16 +14,15 @@ import torch
 
 from midstream.errors import EngineDeadError, MidstreamError, UnsupportedError
 from midstream.modeling.vllm import bootstrap
-from midstream.modeling.vllm.building import build
+from midstream.modeling.vllm.building import build, new_owner
 from midstream.modeling.vllm.commons import Commons
 from midstream.modeling.vllm.ending import PATIENCE, Ending
 from midstream.modeling.vllm.interrupts import held
 from midstream.modeling.vllm.ledger import Ledger, Outcome, Submission
-from midstream.modeling.vllm.payloads.segments import discard, owner_id, remaining, sweep
+from midstream.modeling.vllm.payloads.segments import discard, remaining
 from midstream.modeling.vllm.results import write
 from midstream.modeling.vllm.stats import Stats
 
-_TAGS = itertools.count()  # tell this process's engines apart
 _PATIENCE = 60.0  # seconds an engine in this process may step without closing a finished request
 _DEAD = (
     "The engine ended while it ran this trace. What its process printed is above; the next trace "
@@ -60,8 +59,7 @@ class Engine:
         self._outcomes: dict[str, Outcome] = {}
         self._ledger = Ledger()
         self._sequences = self._ledger.sequences
-        self._owner = owner_id(tag=next(_TAGS))
-        sweep()  # of clients that were killed
+        self._owner = new_owner()
         self.llm = build(repo, dict(settings), vllm, self._owner, invariant=invariant)
         from vllm.sampling_params import RequestOutputKind
 

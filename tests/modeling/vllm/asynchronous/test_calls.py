@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from midstream import VLLM
 from midstream.errors import (
     InterventionError,
     MidstreamWarning,
@@ -18,7 +19,7 @@ from midstream.errors import (
     UnsupportedError,
 )
 from tests.modeling.vllm.asynchronous.conftest import Run, idle
-from tests.support.checkpoints import A, B, C
+from tests.support.checkpoints import A, B, C, checkpoint
 from tests.support.oracle import Oracle, assert_close, zero_mlp
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -277,6 +278,22 @@ def refused(match: str) -> Iterator[None]:
         yield
 
 
+def test_a_loop_after_the_engines(model: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the engine's loop has ended, the error says so (A23)."""
+
+    async def main() -> None:
+        ended = asyncio.new_event_loop()
+        ended.close()
+        async with model.trace(A, max_tokens=1, **GREEDY):
+            logits = model.logits.save()
+        with monkeypatch.context() as patch:
+            patch.setattr(model._async_engine, "_loop", ended)
+            with refused("comes after it"):
+                await model.generate(A)
+
+    run(main())
+
+
 def test_another_event_loop(model: Any, run: Run, hf: Oracle) -> None:
     """On another loop, or on none, everything raises at once instead of hanging (O18, A23)."""
 
@@ -373,3 +390,12 @@ def test_another_place_to_run(model: Any, run: Run) -> None:
             model.trace(A, remote=True)
 
     run(main())
+
+
+def test_arguments_of_the_asynchronous_engine_alone() -> None:
+    """They are known with `mode="async"`, which is fixed at construction, and not without (A3)."""
+    path = str(checkpoint("T-LLAMA", with_tokenizer=True))
+    model = VLLM(path, mode="async", enable_log_requests=False)
+    assert (model.mode, model.dispatched, model.vllm_entrypoint) == ("async", False, None)
+    with pytest.raises(TypeError, match="enable_log_requests"):
+        VLLM(path, enable_log_requests=False)

@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from midstream.modeling.vllm.asynchronous.engine import AsyncEngine, Running
+from midstream.modeling.vllm.asynchronous.engine import AsyncEngine
+from midstream.modeling.vllm.asynchronous.requests import Running
 from midstream.modeling.vllm.commons import Commons
 from midstream.modeling.vllm.ledger import Submission
 

@@ -153,5 +153,5 @@ class Asynchronous(Sending):
 
 async def _later(engine: AsyncEngine, act: Callable[[AsyncEngine], Awaitable[Any]]) -> None:
     await engine.drained()
-    if engine.llm is not None and not engine.broken:
+    if not engine.is_over:
         await act(engine)
