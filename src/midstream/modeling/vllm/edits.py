@@ -134,22 +134,24 @@ class EditRegistry:
 
         The engine is told when nothing runs in it, so this never waits for other threads' requests.
         """
-        self._unsent += self._take_out(edits)
+        for edit in self._take_out(edits):
+            assert edit.id is not None
+            self._unsent.append(edit.id)
         self._model._when_idle(self.send)
 
     async def aclear(self, edits: Sequence[Edit]) -> None:
         """As ``clear``, in an asynchronous engine; it is told when the requests of now are done."""
-        ids = self._take_out(edits)
+        ids = [edit.id for edit in self._take_out(edits)]
         if ids:
             await self._model._after_running(lambda e: e.call("midstream_clear_edits", ids))
 
-    def _take_out(self, edits: Sequence[Edit]) -> list[int]:
-        """Take edits out here; their numbers in the engine."""
+    def _take_out(self, edits: Sequence[Edit]) -> list[Edit]:
+        """Take edits out here; those that were installed."""
         found = [edit for edit in edits if edit in self.installed]
         for edit in found:
             self.installed.remove(edit)
             edit._installed = False
-        return [edit.id for edit in found if edit.id is not None]
+        return found
 
     def send(self) -> None:
         """Tell the engine what has been cleared."""
