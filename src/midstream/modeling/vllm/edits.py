@@ -113,8 +113,12 @@ class EditRegistry:
             self._note(edit, edit_id)
 
     async def ainstall(self, edit: Edit, block: Block) -> None:
-        """As ``install``, in an asynchronous engine."""
-        edit_id, label, written = self._written(edit, block)
+        """As ``install``, in an asynchronous engine; cancelled, it is taken out again."""
+        await self._model._uncut(
+            self._install(edit, *self._written(edit, block)), lambda: self.aclear([edit])
+        )
+
+    async def _install(self, edit: Edit, edit_id: int, label: str, written: bytes) -> None:
         await self._model._ainstall("midstream_install_edit", edit_id, label, written)
         self._note(edit, edit_id)
 

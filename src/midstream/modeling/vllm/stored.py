@@ -86,6 +86,7 @@ class Storing:
     _call: Callable[..., list[Any]]
     _install: Callable[..., None]
     _ainstall: Callable[..., Awaitable[None]]
+    _uncut: Callable[..., Any]
     _after_running: Callable[..., Awaitable[None]]
     _reference: Callable[[Any], str | None]
 
@@ -122,7 +123,10 @@ class Storing:
     async def aput(self, name: str, value: torch.Tensor | torch.nn.Module) -> Stored:
         """As ``put``, on the event loop of an asynchronous model."""
         async_only(self.mode, "await model.aput(...)", "model.put(...)")
-        data = self._checked(name, value)
+        stored: Stored = await self._uncut(self._put(name, self._checked(name, value)))
+        return stored
+
+    async def _put(self, name: str, data: bytes) -> Stored:
         await self._ainstall("midstream_put", name, data)
         return self._stored.setdefault(name, Stored(self, name))
 

@@ -40,7 +40,8 @@ class Tracer(Capturing):
 
     As a context manager it captures the body of its `with` statement, runs it in the engine, and
     binds the saved values to their names. With ``block=`` the function has run when the call
-    returns, and its values are in ``saves``.
+    returns, and its values are in ``saves``. Of an asynchronous model it is on its way then, see
+    ``backend``; ``async with`` waits and binds.
 
     Attributes:
         saves: the saved values by name.

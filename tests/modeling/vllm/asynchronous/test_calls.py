@@ -183,6 +183,34 @@ def test_an_edit_that_cannot_be_installed(model: Any, run: Run) -> None:
     run(main())
 
 
+def test_a_cancelled_installation(model: Any, run: Run) -> None:
+    """An edit whose installation is cancelled is not left in the engine, at whatever moment."""
+
+    def nothing(model: Any, tracer: Any) -> None:
+        """Save nothing."""
+
+    async def main() -> None:
+        async with model.trace(A, max_tokens=1, **GREEDY):
+            logits = model.logits.save()
+        cancelled = 0
+        for wait in range(12):
+            task = asyncio.create_task(model.edit(block=nothing))
+            for _ in range(wait):
+                await asyncio.sleep(0)
+            if task.cancel():
+                cancelled += 1
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            else:
+                await task.result().aclear()
+        assert cancelled > 3
+        await asyncio.sleep(0.2)
+        assert not model.edits
+        assert await model.vllm_entrypoint.collective_rpc("midstream_edits") == [0]
+
+    run(main())
+
+
 def test_stored_objects(model: Any, run: Run) -> None:
     """`aput` keeps an object in the engine for blocks, `aremove` takes it out."""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from midstream.errors import TransportError
 from midstream.modeling.vllm import bootstrap
@@ -21,6 +21,8 @@ from midstream.modeling.vllm.stats import Stats
 if TYPE_CHECKING:
     from midstream.modeling.vllm.client import Engine
     from midstream.modeling.vllm.tracer import Tracer
+
+T = TypeVar("T")
 
 
 class Asynchronous(Sending):
@@ -131,10 +133,25 @@ class Asynchronous(Sending):
 
         Raises:
             TransportError: a worker could not take it in.
+            EngineDeadError: the engine has ended meanwhile.
         """
-        for problem in await self._on_loop().call(method, *arguments):
+        engine = self._on_loop()
+        for problem in await engine.call(method, *arguments):
             if problem:
                 raise TransportError(problem)
+        engine.check()
+
+    async def _uncut(
+        self, work: Coroutine[Any, Any, T], undo: Callable[[], Awaitable[None]] | None = None
+    ) -> T:
+        """Wait for what must not be left halfway: cancelled, it is done and undone."""
+        task = asyncio.get_running_loop().create_task(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if self._async_engine is not None:
+                self._async_engine.spawn(_done(task, undo))
+            raise
 
     async def _after_running(self, act: Callable[[AsyncEngine], Awaitable[Any]]) -> None:
         """Do something with the engine when the requests of now have ended.
@@ -155,3 +172,9 @@ async def _later(engine: AsyncEngine, act: Callable[[AsyncEngine], Awaitable[Any
     await engine.drained()
     if not engine.is_over:
         await act(engine)
+
+
+async def _done(task: asyncio.Task[Any], undo: Callable[[], Awaitable[None]] | None) -> None:
+    await asyncio.wait([task])
+    if undo is not None and not task.cancelled() and task.exception() is None:
+        await undo()
