@@ -3,10 +3,14 @@
 A page is one module: its blocks run in order and share their names. The convention for output: a
 block that prints ends in comments ``# prints: TEXT``, one a line of output. ``# prints: TEXT ...``
 compares the beginning of the line only, and a last ``# prints: ...`` lets any further lines follow.
+A block may await at its top level, as in a notebook: a page has one event loop.
 """
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import inspect
 import io
 import linecache
 import re
@@ -15,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 FENCE = re.compile(r"^```python[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 PRINTS = "# prints:"
@@ -47,18 +51,18 @@ def snippets(page: Path) -> list[Snippet]:
 
 def run_page(page: Path) -> int:
     """Run all blocks of a page and compare what they print; returns how many there were."""
-    with _page_module(page) as module:
+    with _page_module(page) as module, asyncio.Runner() as runner:
         found = snippets(page)
-        run_snippets(found, module)
+        run_snippets(found, module, runner)
     return len(found)
 
 
-def run_snippets(found: list[Snippet], module: ModuleType) -> None:
+def run_snippets(found: list[Snippet], module: ModuleType, runner: asyncio.Runner) -> None:
     """Run blocks in a module, in order, and compare what they print."""
     for snippet in found:
         # a page imports and runs as a script does, its `__main__` guards included
         module.__dict__["__name__"] = "__main__"
-        assert_output(snippet, _run(snippet, module))
+        assert_output(snippet, _run(snippet, module, runner))
 
 
 def assert_output(snippet: Snippet, printed: list[str]) -> None:
@@ -76,15 +80,19 @@ def assert_output(snippet: Snippet, printed: list[str]) -> None:
             assert line == text, message
 
 
-def _run(snippet: Snippet, module: ModuleType) -> list[str]:
+def _run(snippet: Snippet, module: ModuleType, runner: asyncio.Runner) -> list[str]:
     # capture reads a block's source by the file name of the running code; the blank lines
     # before it make line numbers in tracebacks those of the page
     name = f"<{snippet.page.name}:{snippet.line}>"
     code = "\n" * (snippet.line - 1) + snippet.code
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     output = io.StringIO()
+    compiled = compile(code, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     with redirect_stdout(output):
-        exec(compile(code, name, "exec"), module.__dict__)
+        if compiled.co_flags & inspect.CO_COROUTINE:
+            runner.run(FunctionType(compiled, module.__dict__)())
+        else:
+            exec(compiled, module.__dict__)
     return output.getvalue().splitlines()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,7 +38,8 @@ def run_on(model: Any, recipes: list[Snippet], monkeypatch: pytest.MonkeyPatch) 
     with monkeypatch.context() as patch:
         patch.setattr(midstream, "VLLM", lambda repo, **arguments: model)
         module = ModuleType("recipes")
-        run_snippets(recipes, module)
+        with asyncio.Runner() as runner:
+            run_snippets(recipes, module, runner)
         return dict(vars(module))
 
 

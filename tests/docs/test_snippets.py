@@ -28,6 +28,8 @@ def shared_engine(demo_engine: Any, demo_path: Path, monkeypatch: pytest.MonkeyP
     def construct(repo: str, **arguments: Any) -> Any:
         if set(arguments) <= SHARED:
             return demo_engine
+        if arguments.get("mode") == "async":  # an engine of its own, of the same checkpoint
+            return real(demo_engine.repo, **arguments)
         return real(repo, **arguments)
 
     monkeypatch.setattr(midstream, "VLLM", construct)

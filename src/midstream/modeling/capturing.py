@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dis
+from collections.abc import Awaitable
 from types import FrameType, TracebackType
+from typing import TypeVar
 
 from midstream.tracing import Block, Capture, forget_skip
 from midstream.tracing.unbound import warn_bare_caches
 
+T = TypeVar("T")
+
 _CACHE = dis.opmap["CACHE"]
-_WITH = ("BEFORE_WITH", "LOAD_SPECIAL")  # what a `with` statement does with its manager first
+_WITH = (  # what a `with` statement does with its manager first
+    "BEFORE_WITH",
+    "BEFORE_ASYNC_WITH",
+    "LOAD_SPECIAL",
+)
 
 
 class Capturing:
@@ -32,17 +40,17 @@ class Capturing:
         """Take the block of the body that stands in a frame."""
         raise NotImplementedError
 
+    async def _acaptured(self, block: Block, frame: FrameType) -> None:
+        """Take the block of an `async with`."""
+        raise NotImplementedError
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        capture, frame = self._capture, self._frame
-        self._capture = self._frame = None
-        assert capture is not None
-        assert frame is not None
-        block = capture.finish(kind, error)
+        block, frame = self._end(kind, error)
         if block is None:
             return False
         try:
@@ -52,6 +60,40 @@ class Capturing:
             forget_skip(raised)
             raise
         return True
+
+    def _end(
+        self, kind: type[BaseException] | None, error: BaseException | None
+    ) -> tuple[Block | None, FrameType]:
+        """End the capture; the block, None if another exception is on its way, and its frame."""
+        capture, frame = self._capture, self._frame
+        self._capture = self._frame = None
+        assert capture is not None
+        assert frame is not None
+        return capture.finish(kind, error), frame
+
+    def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> Awaitable[bool]:
+        return self._aexit(*self._end(kind, error))  # the capture ends before anyone awaits
+
+    async def _aexit(self, block: Block | None, frame: FrameType) -> bool:
+        if block is None:
+            return False
+        try:
+            warn_bare_caches(frame, block, Capturing)
+            await self._acaptured(block, frame)
+        except BaseException as raised:
+            forget_skip(raised)
+            raise
+        return True
+
+
+async def at_once(value: T) -> T:
+    """What `__aenter__` gives: nothing else may run between it and the body."""
+    return value
 
 
 def opens_with(frame: FrameType) -> bool:

@@ -69,6 +69,9 @@ class _Site:
 class Capture:
     """The capture of one `with` body, from the context manager's `__enter__` to its `__exit__`.
 
+    Of an `async with` from the call of `__aenter__`, whose awaitable must be done at once, to that
+    of `__aexit__`.
+
     Usage::
 
         def __enter__(self):
@@ -213,8 +216,11 @@ def _verified(frame: FrameType, source: Source, found: Found) -> bool:
     return is_same(code, frame.f_lasti, source.codes(code), Body.of(found.node))
 
 
+_ENTERING = ("BEFORE_WITH", "BEFORE_ASYNC_WITH")
+
+
 def _is_entering(frame: FrameType) -> bool:
-    return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "BEFORE_WITH"
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] in _ENTERING
 
 
 def _ran_in_place(site: _Site) -> CaptureError:

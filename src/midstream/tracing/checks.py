@@ -10,6 +10,7 @@ from midstream.errors import BlockLayoutError, BlockSyntaxError
 
 __all__ = ["check_body", "check_layout", "does_nothing", "syntax_error"]
 
+Header = ast.With | ast.AsyncWith
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _AWAITS = "a block runs inside the engine, beside the forward pass, and cannot await"
@@ -35,7 +36,7 @@ _ADVICE: tuple[tuple[type[ast.AST], str], ...] = (
 class _Context:
     """Where the body stands: the file, its lines, and the objects the header names."""
 
-    def __init__(self, filename: str, lines: list[str], header: ast.With, item: ast.withitem):
+    def __init__(self, filename: str, lines: list[str], header: Header, item: ast.withitem):
         self.filename, self.lines = filename, lines
         self.header, self.item = header, item
         target = item.optional_vars
@@ -58,7 +59,7 @@ def syntax_error(message: str, filename: str, line_text: str, node: ast.AST) -> 
 
 
 def check_layout(
-    filename: str, lines: list[str], header: ast.With, item: ast.withitem, what: str
+    filename: str, lines: list[str], header: Header, item: ast.withitem, what: str
 ) -> None:
     """Refuse bodies that cannot be told from their header.
 
@@ -80,7 +81,7 @@ def check_layout(
 _DECORATED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def check_body(filename: str, lines: list[str], header: ast.With, item: ast.withitem) -> None:
+def check_body(filename: str, lines: list[str], header: Header, item: ast.withitem) -> None:
     """Refuse what is valid where it stands but not in a block of its own.
 
     Raises:

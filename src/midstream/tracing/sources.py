@@ -32,7 +32,7 @@ _FUTURE_FLAGS = 0x1FF0000
 class Found:
     """A `with` statement, its item that is ours, and the class whose private names it sees."""
 
-    node: ast.With
+    node: ast.With | ast.AsyncWith
     item: ast.withitem
     class_name: str | None
 
@@ -99,7 +99,7 @@ def future_flags(code: CodeType) -> int:
 
 
 def _walk_withs(node: ast.AST, class_name: str | None) -> Iterator[Found]:
-    if isinstance(node, ast.With):
+    if isinstance(node, ast.With | ast.AsyncWith):
         for item in node.items:
             yield Found(node, item, class_name)
     inner = node.name if isinstance(node, ast.ClassDef) else class_name
@@ -110,7 +110,7 @@ def _walk_withs(node: ast.AST, class_name: str | None) -> Iterator[Found]:
 
 def _at(found: Found, position: Position) -> bool:
     line, end_line, column, end_column = position
-    nodes: tuple[ast.With | ast.expr, ...] = (found.node, found.item.context_expr)
+    nodes: tuple[ast.stmt | ast.expr, ...] = (found.node, found.item.context_expr)
     if column is None:
         return any(node.lineno == line for node in nodes)
     return any(

@@ -46,7 +46,7 @@ class Body:
     asserts: tuple[tuple[tuple[int, int], tuple[int, int]], ...] = ()
 
     @classmethod
-    def of(cls, node: ast.With | ast.FunctionDef) -> Body:
+    def of(cls, node: ast.With | ast.AsyncWith | ast.FunctionDef) -> Body:
         """Return a statement's body, decorators of its first statement included."""
         head = node.body[0]
         first = min([head.lineno, *(d.lineno for d in getattr(head, "decorator_list", []))])
@@ -129,9 +129,19 @@ def is_empty(code: types.CodeType, body: Body) -> bool:
 
 def _protected(code: types.CodeType, lasti: int) -> list[range]:
     """Return the offsets of the instructions whose exceptions go first to this `with`'s exit."""
+    first = _entered(code, lasti)
     entries = getattr(dis.Bytecode(code), "exception_entries", ())
-    targets = [entry.target for entry in entries if entry.start <= lasti + 2 < entry.end]
+    targets = [entry.target for entry in entries if entry.start <= first < entry.end]
     return [range(e.start, e.end) for e in entries if e.target in targets]
+
+
+def _entered(code: types.CodeType, lasti: int) -> int:
+    """Return the offset of the first instruction behind the entering, which may await."""
+    if dis.opname[code.co_code[lasti]] != "BEFORE_ASYNC_WITH":
+        return lasti + 2
+    names = [(i.offset, i.opname) for i in dis.get_instructions(code) if i.offset > lasti]
+    end = next(i for i, (_, name) in enumerate(names) if name == "JUMP_BACKWARD_NO_INTERRUPT")
+    return next(offset for offset, name in names[end + 1 :] if name != "END_SEND")
 
 
 def _units(span: range) -> slice:

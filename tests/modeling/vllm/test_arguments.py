@@ -47,7 +47,6 @@ def path(monkeypatch: pytest.MonkeyPatch) -> str:
         ("enable_dbo", True),
         ("runner", "pooling"),
         ("taps", ["model.layers.*.output"]),
-        ("mode", "async"),
     ],
 )
 def test_what_blocks_cannot_work_with(path: str, argument: str, value: Any) -> None:

@@ -15,7 +15,7 @@ GPU_WORKER = "midstream.modeling.vllm.engine.worker.BlockWorker"
 CPU_WORKER = "midstream.modeling.vllm.engine.cpu_worker.CPUBlockWorker"
 _SCHEDULER = "midstream.modeling.vllm.engine.scheduler.BlockScheduler"
 
-_NOT_SAMPLING = ("lora_request", "edits")
+_NOT_SAMPLING = ("lora_request", "edits", "stream_saves")
 """Settings of a request that vLLM's sampling parameters do not hold."""
 
 _ONE_ONLY = {
@@ -59,12 +59,9 @@ def check_mode(mode: str) -> None:
 
     Raises:
         ValueError: an unknown mode.
-        UnsupportedError: the asynchronous engine.
     """
     if mode not in ("sync", "async"):
         raise ValueError(f"mode={mode!r}: expected 'sync' or 'async'.")
-    if mode == "async":
-        raise UnsupportedError("mode='async' is not supported yet; use mode='sync'.")
 
 
 def check_known(
@@ -139,16 +136,25 @@ def _checked(given: Any, ours: str, name: str) -> bool:
     )
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
+def check_settings(settings: Mapping[str, Any], *, streams: bool = False) -> None:
     """Check what a trace or an invoke is given beside its prompt.
+
+    Args:
+        streams: whether its outputs can be had as they come.
 
     Raises:
         TypeError: an unknown keyword, or both spellings of one.
+        UnsupportedError: `stream_saves` of what gives no outputs as they come.
         ValueError: vLLM's own, for a value out of range.
     """
     if not settings:
         return
     check_edit_names(settings.get("edits"))
+    if settings.get("stream_saves") and not streams:
+        raise UnsupportedError(
+            "stream_saves= belongs to a trace of VLLM(..., mode='async'), whose outputs come one "
+            "after the other. Leave it out: what is saved is there when the trace has ended."
+        )
     sampling(without_ours(settings))
 
 

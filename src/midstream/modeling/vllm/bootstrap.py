@@ -134,33 +134,40 @@ def _set(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def runner_variables(vllm: Installed) -> dict[str, str | None]:
+def runner_variables(vllm: Installed, *, here: bool | None = None) -> dict[str, str | None]:
     """What makes vLLM choose its current model runner in this process, where it would not.
 
     Engine processes of their own choose when they start. On a CPU the client, which has no Triton,
     must not choose then: a user's own setting is out of sight there.
+
+    Args:
+        here: whether the engine runs in this process; as ``in_process`` says by default.
     """
     if not vllm.cpu:
         return {}
-    return {_RUNNER: "1" if in_process() else None}
+    return {_RUNNER: "1" if (in_process() if here is None else here) else None}
 
 
-def process_variables(vllm: Installed, *, invariant: bool = False) -> dict[str, str | None]:
+def process_variables(
+    vllm: Installed, *, invariant: bool = False, here: bool | None = None
+) -> dict[str, str | None]:
     """What the engine's processes have to find in their environment when they start.
 
     Args:
         invariant: whether the engine is to use batch-invariant kernels.
+        here: whether the engine runs in this process; as ``in_process`` says by default.
 
     Raises:
         UnsupportedError: an engine in this process was built otherwise.
     """
     chosen: dict[str, str | None] = {_INVARIANT: "1"} if invariant else {}
-    if in_process():
+    here = in_process() if here is None else here
+    if here:
         _fix(invariant or _is_set(_INVARIANT))
-        return {**runner_variables(vllm), **chosen}
+        return {**runner_variables(vllm, here=True), **chosen}
     # a worker needs 3 s to end on a free machine; one that vLLM has to kill leaves shared memory
     patience = os.environ.get(_PATIENCE, "15")
-    variables = {_PATIENCE: patience, **runner_variables(vllm), **chosen}
+    variables = {_PATIENCE: patience, **runner_variables(vllm, here=False), **chosen}
     if vllm.cpu:
         path = os.environ.get("PYTHONPATH", "")
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_BOOTSTRAP), path]))

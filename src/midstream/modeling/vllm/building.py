@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing
 import os
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,20 @@ from midstream.modeling.vllm import bootstrap
 from midstream.modeling.vllm._bootstrap import follow
 from midstream.modeling.vllm.ending import fail_calls
 from midstream.modeling.vllm.engine import process
+from midstream.modeling.vllm.payloads.segments import owner_id, sweep
 
 # A forked engine process imports nothing: without this it would not follow its client yet. In all
 # other forks `enter` finds no client to follow.
 register_after_fork(process, lambda module: module.enter())
+
+
+_TAGS = itertools.count()  # tell this process's engines apart
+
+
+def new_owner() -> str:
+    """Name the client of one engine; also removes what clients left behind that were killed."""
+    sweep()
+    return owner_id(tag=next(_TAGS))
 
 
 def build(
@@ -34,6 +45,7 @@ def build(
     owner: str,
     *,
     invariant: bool = False,
+    asynchronous: bool = False,
 ) -> Any:
     """Build an engine.
 
@@ -43,16 +55,17 @@ def build(
         vllm: the installed vLLM.
         owner: names this engine's client to its processes.
         invariant: whether it is to use batch-invariant kernels.
+        asynchronous: whether it is to serve an event loop; then it has a process of its own.
 
     Returns:
-        vLLM's `LLM`.
+        vLLM's `LLM`, or its `AsyncLLM`.
 
     Raises:
         EngineBuildError: it did not come up; the text holds the root cause.
         UnsupportedError: ``invariant`` differs from an earlier engine's in this process.
     """
-    from vllm import LLM
-
+    make = _make_async if asynchronous else _make
+    here = bootstrap.in_process() and not asynchronous
     if vllm.cpu:
         # the interpreter that runs Triton's kernels there cannot be compiled
         settings.setdefault("enforce_eager", True)
@@ -60,18 +73,34 @@ def build(
     settings["scheduler_cls"] = args.scheduler(settings.get("scheduler_cls"))
     with tempfile.TemporaryDirectory(prefix="midstream-") as folder:
         report = Path(folder) / "failures"
-        variables = bootstrap.process_variables(vllm, invariant=invariant)
+        variables = bootstrap.process_variables(vllm, invariant=invariant, here=here)
         variables[process.CLIENT] = owner
         variables[follow.PARENT] = str(os.getpid())
-        if not bootstrap.in_process():
+        if not here:
             variables[process.REPORT] = os.environ.get(process.REPORT, str(report))
-        with bootstrap.environment(variables), _one_thread():
+        with bootstrap.environment(variables), nullcontext() if here else _one_thread():
             refuse_reimport()
             try:
-                with _no_waiting_for_the_dead():
-                    return LLM(model=repo, **settings)
+                with nullcontext() if here else _no_waiting_for_the_dead():
+                    return make(repo, settings)
             except Exception as error:
                 raise _failure(error, process.read_failures(report)) from error
+
+
+def _make(repo: str, settings: dict[str, Any]) -> Any:
+    from vllm import LLM
+
+    return LLM(model=repo, **settings)
+
+
+def _make_async(repo: str, settings: dict[str, Any]) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    # as in `LLM`: counting for its own log costs each step, and nobody asks for it
+    return AsyncLLM.from_engine_args(
+        AsyncEngineArgs(model=repo, **{"disable_log_stats": True, **settings})
+    )
 
 
 _ENDED = (
@@ -87,9 +116,6 @@ def _no_waiting_for_the_dead() -> Iterator[None]:
     One that is told to end while it starts (a Ctrl-C reaches all processes of a terminal) does so,
     and vLLM would wait for its answer for ever.
     """
-    if bootstrap.in_process():  # no other process has to answer
-        yield
-        return
     before, done = set(multiprocessing.active_children()), threading.Event()
 
     def look() -> None:
@@ -128,13 +154,12 @@ def _one_thread() -> Iterator[None]:
     import torch
 
     threads = torch.get_num_threads()
-    forks = not bootstrap.in_process() and threads > 1
-    if forks:
+    if threads > 1:
         torch.set_num_threads(1)
     try:
         yield
     finally:
-        if forks:
+        if threads > 1:
             torch.set_num_threads(threads)
 
 

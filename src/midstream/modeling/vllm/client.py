@@ -2,82 +2,32 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 
 from midstream.errors import EngineDeadError, MidstreamError, UnsupportedError
 from midstream.modeling.vllm import bootstrap
-from midstream.modeling.vllm.building import build
+from midstream.modeling.vllm.building import build, new_owner
 from midstream.modeling.vllm.commons import Commons
 from midstream.modeling.vllm.ending import PATIENCE, Ending
 from midstream.modeling.vllm.interrupts import held
-from midstream.modeling.vllm.payloads import Record, unpack
-from midstream.modeling.vllm.payloads.segments import discard, owner_id, remaining, sweep
-from midstream.modeling.vllm.results import Result, of_output, write
+from midstream.modeling.vllm.ledger import Ledger, Outcome, Submission
+from midstream.modeling.vllm.payloads.segments import discard, remaining
+from midstream.modeling.vllm.results import write
 from midstream.modeling.vllm.stats import Stats
-from midstream.modeling.vllm.wire import EDIT, KEY, RECORDS, Payload
 
-_TAGS = itertools.count()  # tell this process's engines apart
 _PATIENCE = 60.0  # seconds an engine in this process may step without closing a finished request
 _DEAD = (
     "The engine ended while it ran this trace. What its process printed is above; the next trace "
     "builds a new engine."
 )
-
-
-@dataclass
-class Outcome:
-    """What one request brought home.
-
-    Attributes:
-        expected: how many records come of each sequence: one of its block, if it has one, and one
-            of each installed edit.
-        edited: whether edits run beside it.
-        output: vLLM's finished `RequestOutput`; None if the request was aborted.
-        records: what its block left, one for each sequence of the request; None for one that ended
-            before the block began.
-        edits: what the edits left, by sequence and by the edit's number.
-    """
-
-    expected: int = 0
-    edited: bool = False
-    output: Any = None
-    records: list[Record | None] = field(default_factory=list)
-    edits: list[dict[int, Record]] = field(default_factory=list)
-
-    def has_all_of(self, index: int) -> bool:
-        """Whether all records of a sequence are in."""
-        return (self.records[index] is not None) + len(self.edits[index]) == self.expected
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all records are in."""
-        return all(map(self.has_all_of, range(len(self.records))))
-
-
-@dataclass(frozen=True)
-class Submission:
-    """One request to run: vLLM's prompt, sampling parameters and adapter, and what blocks need.
-
-    Without a payload it is plain vLLM's, its KV cache shared like any other's. `common` is what its
-    block shares with others that are submitted with it.
-    """
-
-    prompt: dict[str, Any]
-    params: Any
-    payload: Payload | None
-    lora: Any = None
-    common: bytes = b""
 
 
 class Engine:
@@ -107,11 +57,9 @@ class Engine:
         self.broken = False
         self._names = itertools.count()
         self._outcomes: dict[str, Outcome] = {}
-        self._sequences: dict[str, tuple[Outcome, int]] = {}
-        self._closed: set[str] = set()
-        self._waiting: set[str] = set()
-        self._owner = owner_id(tag=next(_TAGS))
-        sweep()  # of clients that were killed
+        self._ledger = Ledger()
+        self._sequences = self._ledger.sequences
+        self._owner = new_owner()
         self.llm = build(repo, dict(settings), vllm, self._owner, invariant=invariant)
         from vllm.sampling_params import RequestOutputKind
 
@@ -163,9 +111,7 @@ class Engine:
         finally:
             self._running = False
             self._outcomes.clear()
-            self._sequences.clear()
-            self._closed.clear()
-            self._waiting.clear()
+            self._ledger.forget(list(self._sequences))
 
     @property
     def running(self) -> bool:
@@ -191,48 +137,43 @@ class Engine:
         return found
 
     def _run(self, submissions: Sequence[Submission]) -> list[Outcome]:
-        commons: Commons | None = None
+        commons = Commons(submissions)
         try:
             with held():
-                commons = Commons(self.llm.collective_rpc, submissions)
+                if commons.to_bring:
+                    self.llm.collective_rpc("midstream_bring", args=(commons.to_bring,))
                 self._add_all(submissions, commons)
             self._until_closed()
             if not all(outcome.is_complete for outcome in self._outcomes.values()):
-                commons.drop()
+                self._drop(commons)
         except BaseException as error:
             if self._has_died(error):
                 raise EngineDeadError(_DEAD) from error
             if self._sequences and not self.broken:  # Ctrl-C above all: leave no request behind
                 self._abort()
-            if commons is not None and not self.broken:
-                commons.drop()
+            self._drop(commons)
             raise
         return list(self._outcomes.values())
+
+    def _drop(self, commons: Commons) -> None:
+        """Have the workers forget what requests that never came had in common."""
+        if commons.to_bring and not self.broken:
+            self.llm.collective_rpc("midstream_drop", args=(commons.numbers,))
 
     def _add_all(self, submissions: Sequence[Submission], commons: Commons) -> None:
         """Give vLLM the requests."""
         salt = f"midstream-{os.urandom(8).hex()}"
         with bootstrap.environment(bootstrap.runner_variables(self._vllm)):
             for submission in submissions:
-                if submission.payload is not None:
-                    submission.payload.common = commons.number(submission)
+                commons.tell(submission)
                 self._add(submission, salt)
 
     def _add(self, submission: Submission, salt: str) -> None:
         """Give vLLM one request."""
         name = f"trace-{next(self._names)}"
-        params, prompt = copy.copy(submission.params), dict(submission.prompt)
-        params.output_kind = self._kind
-        if submission.payload is not None:
-            _load(params, prompt, submission.payload, f"{salt}-{name}")
+        prompt, params = submission.loaded(self._kind, f"{salt}-{name}")
         request = self._core.add_request(name, prompt, params, lora_request=submission.lora)
-        payload = submission.payload or Payload()
-        outcome = self._outcomes[name] = Outcome(
-            expected=bool(payload.block) + len(payload.edits),
-            edited=bool(payload.edits),
-            records=[None] * params.n,
-            edits=[{} for _ in range(params.n)],
-        )
+        outcome = self._outcomes[name] = Outcome.of(submission.payload, params.n)
         ids = [request] if params.n == 1 else [f"{index}_{request}" for index in range(params.n)]
         self._sequences.update({i: (outcome, index) for index, i in enumerate(ids)})
 
@@ -251,16 +192,16 @@ class Engine:
         # vLLM's output side may have finished them already, and then tells the engine nothing
         self._core.engine_core.abort_requests(list(self._sequences))
         # of requests without a block no word comes
-        self._closed.update(i for i, (found, _) in self._sequences.items() if not found.expected)
+        self._ledger.close([i for i, (found, _) in self._sequences.items() if not found.expected])
         self._until_closed()
         self.broken = False
 
     def _until_closed(self) -> None:
         deadline = time.monotonic() + _PATIENCE
         while True:
-            if self._waiting:  # before a step: the engine may have none left to make
+            if self._ledger.waiting:  # before a step: the engine may have none left to make
                 self._give_results()
-            if all(map(self._is_closed, self._sequences)):
+            if all(map(self._ledger.is_closed, self._sequences)):
                 return
             outputs = self._step()
             for output in outputs:
@@ -269,15 +210,8 @@ class Engine:
             if outputs or self._core.has_unfinished_requests():
                 deadline = time.monotonic() + _PATIENCE
             elif time.monotonic() > deadline:
-                missing = sorted(i for i in self._sequences if not self._is_closed(i))
+                missing = sorted(i for i in self._sequences if not self._ledger.is_closed(i))
                 raise MidstreamError(f"The engine did not close the requests {missing}.")
-
-    def _is_closed(self, sequence: str) -> bool:
-        """Whether nothing more comes of a sequence: the engine says so, or all of it is here."""
-        if sequence in self._closed:
-            return True
-        outcome, index = self._sequences[sequence]
-        return outcome.output is not None and outcome.has_all_of(index)
 
     def _step(self) -> Any:
         """One step of the engine."""
@@ -286,25 +220,19 @@ class Engine:
     def _give_results(self) -> None:
         """Send the blocks that wait for it what their requests ended with; theirs come back.
 
-        VLLM's output of a request is in before its block is known to wait. Where there is none
-        though none of its sequences runs any more, the request was aborted.
+        A request without an output, of which no sequence runs any more, was aborted.
         """
-        ended = self._closed | self._waiting
+        ended = self._ledger.closed | self._ledger.waiting
         running = {id(outcome) for i, (outcome, _) in self._sequences.items() if i not in ended}
-        found: dict[str, Result | None] = {}
-        for i in sorted(self._waiting):
-            outcome, index = self._sequences[i]
-            if outcome.output is not None:
-                found[i] = of_output(outcome.output, index)
-            elif id(outcome) not in running:
-                found[i] = None
+        for outcome in self._outcomes.values():
+            outcome.aborted = outcome.output is None and id(outcome) not in running
+        found = self._ledger.results()
         if not found:
             return
         call = partial(self._core.collective_rpc, "midstream_finish", args=(write(found),))
         for records in self._undisturbed(call):
-            self._take_records(records)
-        self._closed.update(found)
-        self._waiting.difference_update(found)
+            self._ledger.take_records(records)
+        self._ledger.close(found)
 
     def _undisturbed(self, call: Callable[[], Any]) -> Any:
         """Have the engine do something, which in this process must not be left halfway."""
@@ -322,28 +250,10 @@ class Engine:
 
         def without_records(outputs: list[Any], *more: Any, **keywords: Any) -> Any:
             with held():
-                for output in outputs:
-                    if output.request_id == RECORDS:
-                        self._take(output.kv_transfer_params)
-                others = [output for output in outputs if output.request_id != RECORDS]
+                others = self._ledger.without_messages(outputs)
                 return process_outputs(others, *more, **keywords)
 
         return without_records
-
-    def _take(self, message: dict[str, Any]) -> None:
-        waiting = self._sequences.keys() & message["waiting"]
-        self._waiting.update(waiting)
-        self._closed.update(i for i in message["closed"] if i not in waiting)
-        self._take_records(message["records"])
-
-    def _take_records(self, records: bytes) -> None:
-        for record in unpack(records) if records else ():
-            if record.request_id in self._sequences:
-                outcome, index = self._sequences[record.request_id]
-                if EDIT in record.extra:
-                    outcome.edits[index][record.extra[EDIT]] = record
-                else:
-                    outcome.records[index] = record
 
     def close(self) -> None:
         """End the engine's processes and free what this one holds of it; twice is no error."""
@@ -357,10 +267,3 @@ class Engine:
         if torch.cuda.is_initialized():  # never by midstream, but by an engine in this process
             torch.cuda.empty_cache()
         discard(self._owner)
-
-
-def _load(params: Any, prompt: dict[str, Any], payload: Payload, salt: str) -> None:
-    """Put what blocks need into a request, and keep its KV cache to itself."""
-    params.extra_args = {**(params.extra_args or {}), KEY: msgspec.msgpack.encode(payload)}
-    params.skip_reading_prefix_cache = True
-    prompt["cache_salt"] = f"{prompt['cache_salt']}-{salt}" if "cache_salt" in prompt else salt

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from midstream.modeling.vllm.client import Submission
+    from midstream.modeling.vllm.ledger import Submission
 
 _NUMBERS = itertools.count(1)
 
@@ -16,30 +16,31 @@ _NUMBERS = itertools.count(1)
 class Commons:
     """The common parts of a trace's requests, from before they are submitted until they are done.
 
-    A worker lets go of a part by itself when all who share it have come. ``drop`` is for those that
-    never come: refused when they were submitted, or aborted while they waited.
+    A worker lets go of a part by itself when all who share it have come. Those that never come,
+    refused when they were submitted or aborted while they waited, leave it to be dropped.
 
     Args:
-        call: calls a method of every worker.
         submissions: the requests.
+
+    Attributes:
+        to_bring: what the workers are to be brought: number, contents, how many ask for it.
     """
 
-    def __init__(self, call: Callable[..., Any], submissions: Sequence[Submission]):
-        self._call = call
+    def __init__(self, submissions: Sequence[Submission]):
         uses: Counter[bytes] = Counter()
         for submission in submissions:
             if submission.common:
                 uses[submission.common] += submission.params.n
         self._numbers = {common: next(_NUMBERS) for common in uses}
-        if uses:
-            parts = [(self._numbers[common], common, uses[common]) for common in uses]
-            call("midstream_bring", args=(parts,))
+        self.to_bring = [(self._numbers[common], common, uses[common]) for common in uses]
 
-    def number(self, submission: Submission) -> int:
-        """Number of a request's part; 0 if it has none."""
-        return self._numbers[submission.common] if submission.common else 0
+    def tell(self, submission: Submission) -> None:
+        """Put the number of a request's part into what it brings; 0 if it has none."""
+        if submission.payload is not None:
+            common = submission.common
+            submission.payload.common = self._numbers[common] if common else 0
 
-    def drop(self) -> None:
-        """Have the workers forget what is left of the parts."""
-        if self._numbers:
-            self._call("midstream_drop", args=(list(self._numbers.values()),))
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the parts, by which the workers forget what is left of them."""
+        return list(self._numbers.values())

@@ -6,12 +6,13 @@ import ast
 import itertools
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from types import FrameType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from midstream.errors import UnsupportedError
-from midstream.modeling.capturing import Capturing
+from midstream.modeling.capturing import Capturing, at_once
+from midstream.modeling.vllm.modes import async_only, sync_only
 from midstream.modeling.vllm.tracer import Tracer
 from midstream.modeling.vllm.unsupported import EDIT_INVOKE
 from midstream.tracing import Block
@@ -51,19 +52,36 @@ class Edit(Capturing):
 
         Requests that already run keep it until they end.
         """
+        sync_only(self._model.mode, "edit.clear()", "await edit.aclear()")
         self._model._edits.clear([self])
 
+    async def aclear(self) -> None:
+        """As ``clear``, on the event loop of an asynchronous model."""
+        async_only(self._model.mode, "await edit.aclear()", "edit.clear()")
+        await self._model._edits.aclear([self])
+
     def __enter__(self) -> tuple[Tracer, Edit]:
+        sync_only(self._model.mode, "with model.edit(...)", "async with model.edit(...)")
+        return self._enter(sys._getframe(1))
+
+    def __aenter__(self) -> Coroutine[Any, Any, tuple[Tracer, Edit]]:
+        async_only(self._model.mode, "async with model.edit(...)", "with model.edit(...)")
+        return at_once(self._enter(sys._getframe(1)))
+
+    def _enter(self, frame: FrameType) -> tuple[Tracer, Edit]:
         if self.id is not None:
             raise UnsupportedError(
                 "This edit has been installed, and an edit is installed once. Call "
                 "`model.edit(...)` again, in the header of the next `with`."
             )
-        self._begin(sys._getframe(1), "model.edit")
+        self._begin(frame, "model.edit")
         return Tracer(self._model, None, {}, run=False), self
 
     def _captured(self, block: Block, frame: FrameType) -> None:
         self._model._edits.install(self, block)
+
+    async def _acaptured(self, block: Block, frame: FrameType) -> None:
+        await self._model._edits.ainstall(self, block)
 
     def __reduce__(self) -> Any:
         raise TypeError("an edit cannot be used inside a block: install and clear it outside")
@@ -89,26 +107,55 @@ class EditRegistry:
             TransportError: a value cannot travel, or cannot be rebuilt in the engine.
             UnsupportedError: the block opens invokes.
         """
+        edit_id, label, written = self._written(edit, block)
+        with self._model._lock:  # until it is known here, nothing may close the engine
+            self._model._install("midstream_install_edit", edit_id, label, written)
+            self._note(edit, edit_id)
+
+    async def ainstall(self, edit: Edit, block: Block) -> None:
+        """As ``install``, in an asynchronous engine; cancelled, it is taken out again."""
+        await self._model._uncut(
+            self._install(edit, *self._written(edit, block)), lambda: self.aclear([edit])
+        )
+
+    async def _install(self, edit: Edit, edit_id: int, label: str, written: bytes) -> None:
+        await self._model._ainstall("midstream_install_edit", edit_id, label, written)
+        self._note(edit, edit_id)
+
+    def _written(self, edit: Edit, block: Block) -> tuple[int, str, bytes]:
+        """An edit's number, what errors call it, and its block as bytes."""
         _refuse_invokes(block)
         written = dumps(block, self._model._reference)
         edit_id = next(self._ids)
-        label = f"'{edit.name}'" if edit.name is not None else f"number {edit_id}"
-        with self._model._lock:  # until it is known here, nothing may close the engine
-            self._model._install("midstream_install_edit", edit_id, label, written)
-            edit.id, edit._installed = edit_id, True
-            self.installed.append(edit)
+        return edit_id, f"'{edit.name}'" if edit.name is not None else f"number {edit_id}", written
+
+    def _note(self, edit: Edit, edit_id: int) -> None:
+        edit.id, edit._installed = edit_id, True
+        self.installed.append(edit)
 
     def clear(self, edits: Sequence[Edit]) -> None:
         """Take edits out; no request that is submitted from now on runs them.
 
         The engine is told when nothing runs in it, so this never waits for other threads' requests.
         """
-        for edit in [edit for edit in edits if edit in self.installed]:
-            self.installed.remove(edit)
-            edit._installed = False
+        for edit in self._take_out(edits):
             assert edit.id is not None
             self._unsent.append(edit.id)
         self._model._when_idle(self.send)
+
+    async def aclear(self, edits: Sequence[Edit]) -> None:
+        """As ``clear``, in an asynchronous engine; it is told when the requests of now are done."""
+        ids = [edit.id for edit in self._take_out(edits)]
+        if ids:
+            await self._model._after_running(lambda e: e.call("midstream_clear_edits", ids))
+
+    def _take_out(self, edits: Sequence[Edit]) -> list[Edit]:
+        """Take edits out here; those that were installed."""
+        found = [edit for edit in edits if edit in self.installed]
+        for edit in found:
+            self.installed.remove(edit)
+            edit._installed = False
+        return found
 
     def send(self) -> None:
         """Tell the engine what has been cleared."""
@@ -147,6 +194,7 @@ class EditRegistry:
 class Editable:
     """What a `VLLM` does with edits."""
 
+    mode: Literal["sync", "async"]
     _edits: EditRegistry
 
     @property
@@ -160,11 +208,12 @@ class Editable:
         name: str | None = None,
         inplace: bool = True,
         block: Callable[..., Any] | None = None,
-    ) -> Edit:
+    ) -> Any:
         """Install a block in the engine, to run beside every later request that it applies to.
 
-        ``with model.edit(name="calm") as (tracer, edit):`` installs its body when it ends. Builds
-        the engine if it is not up. What is installed ends with the engine.
+        ``with model.edit(name="calm") as (tracer, edit):`` installs its body when it ends; with
+        mode="async" it is an ``async with``. Builds the engine if it is not up. What is installed
+        ends with the engine.
 
         Args:
             name: lets requests choose the edit: ``edits=["calm"]``. Several may share one.
@@ -172,7 +221,8 @@ class Editable:
             block: a function ``block(model, tracer)`` to install in place of a `with` body.
 
         Returns:
-            The edit: a context manager, or, with ``block``, installed.
+            The edit: a context manager, or, with ``block``, installed (with mode="async" a
+            coroutine that installs it and gives it).
 
         Raises:
             TypeError: the name is no text.
@@ -188,13 +238,26 @@ class Editable:
         if name is not None and not isinstance(name, str):
             raise TypeError(f"An edit's name is text; got {type(name).__name__}.")
         edit = Edit(self._edits._model, name)
-        if block is not None:
-            self._edits.install(edit, Block(function=block))
+        if block is None:
+            return edit
+        if self.mode == "async":
+            return self._installed(edit, Block(function=block))
+        self._edits.install(edit, Block(function=block))
+        return edit
+
+    async def _installed(self, edit: Edit, block: Block) -> Edit:
+        await self._edits.ainstall(edit, block)
         return edit
 
     def clear_edits(self) -> None:
         """Take all edits out of the engine, see ``Edit.clear``."""
+        sync_only(self.mode, "model.clear_edits()", "await model.aclear_edits()")
         self._edits.clear(self.edits)
+
+    async def aclear_edits(self) -> None:
+        """As ``clear_edits``, on the event loop of an asynchronous model."""
+        async_only(self.mode, "await model.aclear_edits()", "model.clear_edits()")
+        await self._edits.aclear(self.edits)
 
 
 def _refuse_invokes(block: Block) -> None:

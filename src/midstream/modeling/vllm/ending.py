@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import re
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,11 @@ class Ending:
 
     Args:
         client: vLLM's client of the engine core.
+        on_death: called, in a thread of its own, when the engine core is gone, to wake who waits
+            for it; by default those of a client that waits in threads.
     """
 
-    def __init__(self, client: Any):
+    def __init__(self, client: Any, on_death: Callable[[], None] | None = None):
         self._cores: list[Any] = []
         self._workers: list[Any] = []
         self._shared: set[str] = set()
@@ -40,8 +44,10 @@ class Ending:
             self._workers = _children(self._cores)
             pids = [child.pid for child in (*self._cores, *self._workers)]
             self._shared = _shared_memory(pids) - _shared_memory([os.getpid()])
-            waiting = (self._cores, client.outputs_queue, client.utility_results, client.resources)
-            threading.Thread(target=_announce_death, args=waiting, daemon=True).start()
+            if on_death is None:
+                waiting = (client.outputs_queue, client.utility_results, client.resources)
+                on_death = partial(_announce_death, *waiting)
+            threading.Thread(target=_watch, args=(self._cores, on_death), daemon=True).start()
 
     @property
     def has_begun(self) -> bool:
@@ -65,16 +71,18 @@ class Ending:
         self._cores, self._workers, self._shared = [], [], set()
 
 
-def _announce_death(
-    cores: list[Any], outputs: Any, calls: Mapping[Any, Future[Any]], resources: Any
-) -> None:
+def _watch(cores: list[Any], on_death: Callable[[], None]) -> None:
+    connection.wait([core.sentinel for core in cores])
+    on_death()
+
+
+def _announce_death(outputs: Any, calls: Mapping[Any, Future[Any]], resources: Any) -> None:
     """Wake who waits for outputs or an answer when the engine is gone.
 
     vLLM does so only for outputs, and only if the engine could say that it ends.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    connection.wait([core.sentinel for core in cores])
     outputs.put(EngineDeadError())
     for _ in range(100):
         known = resources.engine_dead  # then vLLM begins no further call
@@ -84,10 +92,13 @@ def _announce_death(
         time.sleep(0.05)
 
 
-def fail_calls(calls: Mapping[Any, Future[Any]], error: Exception) -> None:
-    """Give an error to the calls of an engine that have no answer and will get none."""
+def fail_calls(calls: Mapping[Any, Any], error: Exception) -> None:
+    """Give an error to the calls of an engine that have no answer and will get none.
+
+    They are futures of threads, or of the event loop that calls this.
+    """
     for call in list(calls.values()):
-        with suppress(InvalidStateError):  # it has its answer
+        with suppress(InvalidStateError, asyncio.InvalidStateError):  # it has its answer
             call.set_exception(error)
 
 

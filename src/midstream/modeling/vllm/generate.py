@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from midstream.errors import CaptureError, PromptError
 from midstream.modeling.capturing import opens_with
 from midstream.modeling.vllm.arguments import check_settings
-from midstream.modeling.vllm.client import Outcome
 from midstream.modeling.vllm.data import Request
 from midstream.modeling.vllm.edits import EditRegistry
 from midstream.modeling.vllm.failures import tell
+from midstream.modeling.vllm.ledger import Outcome
 from midstream.modeling.vllm.outputs import attach_edits, edit_records, warn_of_failures
 
 if TYPE_CHECKING:
@@ -45,7 +45,9 @@ class Generating:
     _edits: EditRegistry
     trace: Callable[..., Tracer]
     _prompt: Callable[..., dict[str, Any]]
+    mode: Literal["sync", "async"]
     _submit: Callable[[Sequence[Request]], list[Outcome]]
+    _run_plain: Callable[[Sequence[Request]], Awaitable[Sequence[Outcome]]]
 
     def generate(
         self, *prompts: Any, block: Callable[..., Any] | None = None, **settings: Any
@@ -62,7 +64,8 @@ class Generating:
                 default: 16 tokens, drawn at temperature 1.0.
 
         Returns:
-            vLLM's `RequestOutput` of each prompt, in their order; or the tracer. Outputs of
+            vLLM's `RequestOutput` of each prompt, in their order (with mode="async" a coroutine
+            that gives them when it is awaited); or the tracer. Outputs of
             requests that installed edits ran beside have ``saves``, the edits' values by name, and
             ``edit_error``, an `InterventionError` or None.
 
@@ -76,11 +79,20 @@ class Generating:
         check_settings(settings)
         self._edits.chosen(settings.get("edits"))
         found = [self._prompt(each, ()) for each in _several(prompts)]
-        outcomes = self._submit([Request(each, dict(settings), b"") for each in found])
-        attach_edits(outcomes)
-        tell(edit_records(outcomes))
-        warn_of_failures(outcomes, stacklevel=3)
-        return Outputs(outcome.output for outcome in outcomes)
+        requests = [Request(each, dict(settings), b"") for each in found]
+        if self.mode == "async":
+            return self._generate(requests)
+        return _outputs(self._submit(requests))
+
+    async def _generate(self, requests: Sequence[Request]) -> Outputs:
+        return _outputs(await self._run_plain(requests))
+
+
+def _outputs(outcomes: Sequence[Outcome]) -> Outputs:
+    attach_edits(outcomes)
+    tell(edit_records(outcomes))
+    warn_of_failures(outcomes, stacklevel=4)
+    return Outputs(outcome.output for outcome in outcomes)
 
 
 def _several(given: tuple[Any, ...]) -> list[Any]:

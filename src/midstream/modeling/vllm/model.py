@@ -8,34 +8,38 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from midstream.errors import CaptureError, PromptError, TransportError, UnsupportedError
+from midstream.errors import CaptureError, PromptError, UnsupportedError
 from midstream.interleaving.node import Node
 from midstream.interleaving.source import Operation, Source
 from midstream.modeling.vllm import arguments as args
 from midstream.modeling.vllm import bootstrap, meta, prompts
+from midstream.modeling.vllm.asynchronous.engine import AsyncEngine
+from midstream.modeling.vllm.asynchronous.model import Asynchronous
 from midstream.modeling.vllm.building import refuse_reimport
-from midstream.modeling.vllm.client import Engine, Outcome, Submission
-from midstream.modeling.vllm.data import Request, read
+from midstream.modeling.vllm.client import Engine
+from midstream.modeling.vllm.data import read
 from midstream.modeling.vllm.edits import Editable, EditRegistry
 from midstream.modeling.vllm.generate import Generating
 from midstream.modeling.vllm.limits import NAMES as LIMITS
 from midstream.modeling.vllm.limits import Limits
 from midstream.modeling.vllm.locations import EngineModel
+from midstream.modeling.vllm.modes import on_loop, sync_only
 from midstream.modeling.vllm.session import Session, Sessions
 from midstream.modeling.vllm.stats import Stats
 from midstream.modeling.vllm.stored import Stored, Storing, no_objects
 from midstream.modeling.vllm.tokenizers import tokenizer_of
 from midstream.modeling.vllm.tracer import Tracer
-from midstream.modeling.vllm.wire import KEY, MODEL, NODE, STORED, TOKENIZER, TRACER, Payload
+from midstream.modeling.vllm.wire import KEY, MODEL, NODE, STORED, TOKENIZER, TRACER
 from midstream.tracing import Block
 
 if TYPE_CHECKING:
     from midstream.modeling.transformers.model import TransformersModel
 
-_SPECIAL = 8  # tokens that a tokenizer may put around a text; the text has at most one a byte
+_OURS = ("batch_invariant", "dispatch", "mode", "rename", "taps", *LIMITS)
+"""Arguments of a model that are no engine's."""
 
 
-class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
+class VLLM(Asynchronous, Generating, Editable, Storing, Sessions, EngineModel):
     """A language model served by vLLM, whose forward passes can be read and edited.
 
     Without ``dispatch`` only the module tree and the tokenizer are made: no weights, no GPU. The
@@ -43,7 +47,8 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
 
     Args:
         repo: checkpoint folder or repository id.
-        mode: "sync".
+        mode: "sync", or "async" for an engine that serves one event loop: traces are awaited
+            (``tracer.backend``), and calls that wait for the engine have awaitable forms.
         taps: must be empty: every location is served.
         dispatch: build the engine now.
         rename: further names for modules: path ("model.layers") or last part of one ("layers") to
@@ -58,6 +63,7 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
 
     Attributes:
         repo: as given.
+        mode: as given.
         taps: declared taps; empty.
 
     Raises:
@@ -72,7 +78,7 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
         self,
         repo: str,
         *,
-        mode: Literal["sync"] = "sync",
+        mode: Literal["sync", "async"] = "sync",
         taps: Sequence[str] = (),
         dispatch: bool = False,
         rename: Mapping[str, str | list[str]] | None = None,
@@ -80,7 +86,9 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
         **engine: Any,
     ):
         self.repo = str(repo)
-        self._engine: Engine | None = None
+        args.check_mode(mode)
+        self.mode = mode
+        self._engine = self._async_engine = None
         self._lock = threading.RLock()  # an engine runs one trace; other threads wait
         self._session: Session | None = None
         self._edits, self._stored = EditRegistry(self), no_objects()
@@ -91,7 +99,6 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
         self._invariant = bool(batch_invariant)
         if dispatch:
             refuse_reimport()  # before what takes long
-        args.check_mode(mode)
         args.refuse(engine)
         if taps:
             raise UnsupportedError(
@@ -103,10 +110,12 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
         self._settings = _with_ours(
             engine, {"rename": dict(rename or {}), "limits": limits.changed()}
         )
-        _check_engine_arguments(engine)
+        known, of_async = _engine_arguments(mode)
+        args.check_known(engine, known | of_async, "an argument of vLLM's engine", _OURS)
         args.check_classes(engine, cpu=self._vllm.cpu)
         with bootstrap.environment(bootstrap.runner_variables(self._vllm)):
-            root, self._model_config = meta.build(self.repo, engine)
+            of_model = {name: engine[name] for name in engine.keys() - of_async}
+            root, self._model_config = meta.build(self.repo, of_model)
         super().__init__(root, rename)
         self._tokenizer: Any = None
         if dispatch:
@@ -117,21 +126,24 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
     @property
     def dispatched(self) -> bool:
         """Whether the engine is up."""
-        return self._engine is not None
+        return self._engine is not None or self._async_engine is not None
 
     @property
     def vllm_entrypoint(self) -> Any:
-        """The engine as vLLM's `LLM`; None until the engine is up."""
-        return self._engine.llm if self._engine is not None else None
+        """The engine as vLLM's `LLM`, or `AsyncLLM`; None until the engine is up."""
+        engine = self._engine or self._async_engine
+        return engine.llm if engine is not None else None
 
     def dispatch(self) -> None:
-        """Build the engine, if it is not up.
+        """Build the engine, if it is not up. An event loop that calls this waits.
 
         Raises:
             EngineBuildError: it did not come up; the text holds the root cause.
         """
         with self._lock:
-            if self._engine is None:
+            if self.mode == "async":
+                self._dispatch_async()
+            elif self._engine is None:
                 self._engine = Engine(
                     self.repo, self._settings, self._vllm, invariant=self._invariant
                 )
@@ -141,20 +153,28 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
 
         Without an engine all is zero. Waits for a trace that another thread runs.
         """
+        sync_only(self.mode, "model.stats()", "await model.astats()")
         with self._lock:
             return self._engine.stats() if self._engine is not None else Stats()
 
     def close(self) -> None:
         """End the engine's processes and free its memory. The next trace builds a new engine.
 
-        What was installed in the engine ends with it.
+        What was installed in the engine ends with it. On an event loop: ``await model.aclose()``.
         """
+        if self.mode == "async" and on_loop():
+            sync_only(self.mode, "model.close()", "await model.aclose()")
         with self._lock:
-            engine, self._engine = self._engine, None
-            self._edits.forget()
-            self._stored = no_objects()
-            if engine is not None:
+            for engine in self._let_go():
                 engine.close()
+
+    def _let_go(self) -> list[Engine | AsyncEngine]:
+        """Forget the engine, which is given, and what was installed in it."""
+        found = [engine for engine in (self._engine, self._async_engine) if engine is not None]
+        self._engine = self._async_engine = None
+        self._edits.forget()
+        self._stored = no_objects()
+        return found
 
     def __enter__(self) -> VLLM:
         return self
@@ -219,10 +239,13 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
             run: False captures only, for ``tracer.to_bytes()``; no engine is needed.
             settings: vLLM's sampling settings (`temperature`, `max_tokens` or `max_new_tokens`,
                 `seed`, ...), `lora_request`, and `edits`: names of the installed edits to run
-                beside those without a name; all run without it.
+                beside those without a name; all run without it. With mode="async" also
+                `stream_saves`: give what is appended to saved lists as it is made, see ``Backend``.
 
         Returns:
-            The tracer: a context manager whose body is the block, or, with ``block``, done.
+            The tracer: a context manager whose body is the block, or, with ``block``, done. With
+            mode="async" the requests are on their way then, see ``tracer.backend``; ``async with``
+            waits for them and binds the names.
 
         Raises:
             PromptError: not exactly one prompt, or one longer than a step.
@@ -230,7 +253,7 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
             ValueError: no installed edit has one of the names.
             InterventionError: the block, or an edit, failed (at the end of the `with`).
         """
-        args.check_settings(settings)
+        args.check_settings(settings, streams=self.mode == "async" or not run)
         if run:
             self._edits.chosen(settings.get("edits"))
         if prompt is None and block is not None:
@@ -251,7 +274,8 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
             data: what ``tracer.to_bytes()`` gave. It holds code: run only what you trust.
 
         Returns:
-            The tracer, done: values in ``saves``, the request in ``result``.
+            The tracer, done: values in ``saves``, the request in ``result``. With mode="async" it
+            is on its way, see ``tracer.backend``.
 
         Raises:
             ValueError: ``data`` is no captured trace, or one of another version.
@@ -261,83 +285,6 @@ class VLLM(Generating, Editable, Storing, Sessions, EngineModel):
         tracer._requests = read(data)
         tracer._execute({})
         return tracer
-
-    def _submit(self, requests: Sequence[Request]) -> list[Outcome]:
-        """Run requests together, each with its block if it has one."""
-        params: dict[int, Any] = {}  # requests of a trace mostly have the same settings
-        with self._lock:
-            submissions = [self._submission(request, params) for request in requests]
-            self.dispatch()
-            engine = self._engine
-            assert engine is not None
-            for submission in submissions:
-                if submission.payload is not None:
-                    self._check_length(submission.prompt)
-            try:
-                return engine.run(submissions)
-            finally:
-                if engine.broken:
-                    self.close()
-                self._when_idle(self._edits.send)
-
-    def _submission(self, request: Request, params: dict[int, Any]) -> Submission:
-        """What to submit for a request; `params` has what was made of settings before, by id."""
-        given = request.settings
-        if id(given) not in params:
-            params[id(given)] = args.sampling(args.without_ours(given))
-        payload = Payload(request.block, request.keep, self._edits.chosen(given.get("edits")))
-        return Submission(
-            request.prompt,
-            params[id(given)],
-            payload if payload.block or payload.edits else None,
-            given.get("lora_request"),
-            request.common,
-        )
-
-    def _call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every worker, as soon as no other thread runs requests."""
-        with self._lock:
-            self.dispatch()
-            engine = self._engine
-            assert engine is not None
-            try:
-                return engine.call(method, *arguments)
-            finally:
-                if engine.broken:
-                    self.close()
-
-    def _install(self, method: str, *arguments: Any) -> None:
-        """Install something in every worker.
-
-        Raises:
-            TransportError: a worker could not take it in.
-        """
-        for problem in self._call(method, *arguments):
-            if problem:
-                raise TransportError(problem)
-
-    def _when_idle(self, act: Callable[[], None]) -> None:
-        """Do something with the engine, unless it runs requests, which do it at their end."""
-        if self._lock.acquire(blocking=False):
-            try:
-                if self._engine is not None and not self._engine.running:
-                    act()
-            finally:
-                self._lock.release()
-
-    def _check_length(self, prompt: Mapping[str, Any]) -> None:
-        """Refuse a prompt that does not fit one step: a block has to see it whole."""
-        assert self._engine is not None
-        budget, ids = self._engine.budget, prompt.get("prompt_token_ids")
-        text = prompt.get("prompt") or ""
-        if ids is None and len(text.encode()) > budget - _SPECIAL and self.tokenizer:
-            ids = self.tokenizer(text)["input_ids"]
-        if ids is not None and len(ids) > budget:
-            raise PromptError(
-                f"The prompt has {len(ids)} tokens, but a step of the engine has at most {budget}, "
-                "and a block has to see its prompt whole. Build the model with "
-                f"{self._engine.budget_name}={len(ids)} or more."
-            )
 
     def _reference(self, value: Any) -> str | None:
         """The name under which the engine has an object of this model; None for all others."""
@@ -370,9 +317,10 @@ def _with_ours(engine: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _check_engine_arguments(engine: Mapping[str, Any]) -> None:
-    from vllm.engine.arg_utils import EngineArgs
+def _engine_arguments(mode: str) -> tuple[frozenset[str], frozenset[str]]:
+    """VLLM's engine arguments, and those that only its asynchronous engine has."""
+    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
-    known = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
-    ours = ("batch_invariant", "dispatch", "mode", "rename", "taps", *LIMITS)
-    args.check_known(engine, known, "an argument of vLLM's engine", ours)
+    known = frozenset(field.name for field in dataclasses.fields(EngineArgs)) - {"model"}
+    further = frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs))
+    return known, further - known - {"model"} if mode == "async" else frozenset()

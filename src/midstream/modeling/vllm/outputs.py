@@ -8,8 +8,8 @@ from typing import Any
 
 from midstream.errors import InterventionError, MidstreamWarning
 from midstream.modeling.merging import merge
-from midstream.modeling.vllm.client import Outcome
 from midstream.modeling.vllm.failures import failure
+from midstream.modeling.vllm.ledger import Outcome
 from midstream.modeling.vllm.payloads import Record
 
 
@@ -31,6 +31,32 @@ def attach_edits(outcomes: Sequence[Outcome]) -> None:
                 completion.saves = found[completion.index]
             outcome.output.saves = merge(found, {})
             outcome.output.edit_error = failure(met)
+
+
+def attach_saves(outcome: Outcome) -> None:
+    """Put on a finished output what its request's blocks saved, edits' and its own.
+
+    ``saves`` has the values by name, the block's own before those of edits (with several sequences
+    a list of theirs), and so has each completion's.
+    """
+    attach_edits([outcome])
+    records = [record.saves if record is not None else {} for record in outcome.records]
+    output = outcome.output
+    output.saves = {**getattr(output, "saves", {}), **merge(records, {})}
+    for completion in output.outputs:
+        completion.saves = {**getattr(completion, "saves", {}), **records[completion.index]}
+
+
+def attach_new_saves(outcome: Outcome, output: Any) -> None:
+    """Put on an output what has been appended to saved lists since the one before.
+
+    ``new_saves`` has the items by the name of their list (with several sequences a list of theirs),
+    and so has each completion's.
+    """
+    new, outcome.new = outcome.new, [{} for _ in outcome.new]
+    output.new_saves = merge(new, {})
+    for completion in output.outputs:
+        completion.new_saves = new[completion.index]
 
 
 def _sequence(records: Sequence[Record]) -> Mapping[str, Any]:

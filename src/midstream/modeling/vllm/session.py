@@ -6,9 +6,10 @@ import builtins
 import dis
 import threading
 from types import CodeType, TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from midstream.errors import CaptureError, UnsupportedError
+from midstream.modeling.vllm.unsupported import ASYNC_SESSION
 from midstream.tracing import Block
 
 _NAMES = frozenset(vars(builtins))
@@ -80,6 +81,7 @@ def _bound(code: CodeType) -> set[str]:
 class Sessions:
     """What a `VLLM` does with sessions."""
 
+    mode: Literal["sync", "async"]
     _lock: Any
     _session: Session | None
 
@@ -97,6 +99,9 @@ class Sessions:
         variable which an earlier trace bound and did not save is refused with the place to save it.
 
         Raises:
-            UnsupportedError: (on entering) the thread is in a session already.
+            UnsupportedError: (on entering) the thread is in a session already; the model is
+                asynchronous, where traces run in the order in which they are awaited.
         """
+        if self.mode == "async":
+            raise UnsupportedError(ASYNC_SESSION)
         return Session(self)

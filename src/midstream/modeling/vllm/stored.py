@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from midstream.errors import CaptureError, TransportError
 from midstream.modeling.vllm.engine.stored import Names
+from midstream.modeling.vllm.modes import async_only, sync_only
 from midstream.tracing import Block, Code
 from midstream.tracing.shipping import dumps
+
+if TYPE_CHECKING:
+    from midstream.modeling.vllm.asynchronous.engine import AsyncEngine
 
 _NOTHING = Code("pass\n", "<stored>", 1)
 
@@ -38,10 +42,21 @@ class Stored:
 
         Requests that run keep it until they end; later blocks and edits that use it fail.
         """
+        sync_only(self._model.mode, "handle.remove()", "await handle.aremove()")
         with self._model._lock:
             if not self.removed:
                 self._model._call("midstream_remove", self.name)
                 del self._model._stored[self.name]
+
+    async def aremove(self) -> None:
+        """As ``remove``, on the event loop of an asynchronous model."""
+        async_only(self._model.mode, "await handle.aremove()", "handle.remove()")
+        if self._model._stored.pop(self.name, None) is not None:
+            await self._model._after_running(self._remove_from)
+
+    async def _remove_from(self, engine: AsyncEngine) -> None:
+        if self.removed:  # nothing else has been stored under the name meanwhile
+            await engine.call("midstream_remove", self.name)
 
     def _reference(self, model: object) -> str:
         """What stands for it in a block of a model.
@@ -65,10 +80,14 @@ class Stored:
 class Storing:
     """What a `VLLM` keeps in its engine."""
 
+    mode: Literal["sync", "async"]
     _stored: dict[str, Stored]
     _lock: Any
     _call: Callable[..., list[Any]]
     _install: Callable[..., None]
+    _ainstall: Callable[..., Awaitable[None]]
+    _uncut: Callable[..., Any]
+    _after_running: Callable[..., Awaitable[None]]
     _reference: Callable[[Any], str | None]
 
     @property
@@ -95,6 +114,24 @@ class Storing:
             TypeError: the name is no text, or the value neither tensor nor module.
             TransportError: the value cannot travel, or has no place there.
         """
+        sync_only(self.mode, "model.put(...)", "await model.aput(...)")
+        data = self._checked(name, value)
+        with self._lock:
+            self._install("midstream_put", name, data)
+            return self._stored.setdefault(name, Stored(self, name))
+
+    async def aput(self, name: str, value: torch.Tensor | torch.nn.Module) -> Stored:
+        """As ``put``, on the event loop of an asynchronous model."""
+        async_only(self.mode, "await model.aput(...)", "model.put(...)")
+        stored: Stored = await self._uncut(self._put(name, self._checked(name, value)))
+        return stored
+
+    async def _put(self, name: str, data: bytes) -> Stored:
+        await self._ainstall("midstream_put", name, data)
+        return self._stored.setdefault(name, Stored(self, name))
+
+    def _checked(self, name: str, value: Any) -> bytes:
+        """An object to be stored, as bytes."""
         if not isinstance(name, str):
             raise TypeError(f"A stored object's name is text; got {type(name).__name__}.")
         if not isinstance(value, torch.Tensor | torch.nn.Module):
@@ -102,12 +139,6 @@ class Storing:
                 f"put('{name}', ...) takes a tensor or a torch.nn.Module; got "
                 f"{type(value).__name__}. Other values travel with the block that uses them."
             )
-        data = self._written(name, value)
-        with self._lock:
-            self._install("midstream_put", name, data)
-            return self._stored.setdefault(name, Stored(self, name))
-
-    def _written(self, name: str, value: Any) -> bytes:
         try:
             return dumps(Block(code=_NOTHING, values={name: value}), self._reference)
         except TransportError as error:

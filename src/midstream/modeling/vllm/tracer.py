@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,19 +15,23 @@ from midstream.errors import (
     UnsupportedError,
 )
 from midstream.interleaving.caches import Cache  # its class has to be loaded when one comes home
-from midstream.modeling.capturing import Capturing
+from midstream.modeling.capturing import Capturing, at_once
 from midstream.modeling.merging import merge
 from midstream.modeling.vllm.arguments import check_settings
 from midstream.modeling.vllm.data import Request, write
 from midstream.modeling.vllm.failures import report
 from midstream.modeling.vllm.invoke import Invoke
+from midstream.modeling.vllm.ledger import Outcome
+from midstream.modeling.vllm.modes import async_only
 from midstream.modeling.vllm.outputs import attach_edits, edit_records
+from midstream.modeling.vllm.payloads import Record
 from midstream.modeling.vllm.unsupported import BARRIER
 from midstream.tracing import Block, Execution, bind
 from midstream.tracing.sharing import Sharing
 from midstream.tracing.shipping import write as write_block
 
 if TYPE_CHECKING:
+    from midstream.modeling.vllm.asynchronous.backend import Backend
     from midstream.modeling.vllm.model import VLLM
 
 
@@ -36,7 +40,8 @@ class Tracer(Capturing):
 
     As a context manager it captures the body of its `with` statement, runs it in the engine, and
     binds the saved values to their names. With ``block=`` the function has run when the call
-    returns, and its values are in ``saves``.
+    returns, and its values are in ``saves``. Of an asynchronous model it is on its way then, see
+    ``backend``; ``async with`` waits and binds.
 
     Attributes:
         saves: the saved values by name.
@@ -59,21 +64,41 @@ class Tracer(Capturing):
         self._sharing = Sharing()
         self._outside: Mapping[str, Any] = {}
         self._collecting: dict[str, Any] | None = None
+        self._backend: Backend | None = None
         self.saves: dict[str, Any] = {}
         self.result: Any = None
 
     def __enter__(self) -> Tracer:
+        self._enter(sys._getframe(1))
+        return self
+
+    def __aenter__(self) -> Coroutine[Any, Any, Tracer]:
+        async_only(self._model.mode, "async with model.trace(...)", "with model.trace(...)")
+        self._enter(sys._getframe(1))
+        return at_once(self)
+
+    def _enter(self, frame: FrameType) -> None:
         if self._requests or self._collecting is not None:
             raise UnsupportedError(
                 "This trace has its block already, and a trace runs once. Call `model.trace(...)` "
                 "again, in the header of the next `with`."
             )
-        self._begin(sys._getframe(1), "model.trace")
-        return self
+        self._begin(frame, "model.trace")
 
     def _captured(self, block: Block, frame: FrameType) -> None:
+        if self._model.mode == "async":
+            self._take(block)  # nothing has come yet that could be bound
+            return
         try:
             self._take(block)
+        finally:
+            bind(frame, self.saves)
+
+    async def _acaptured(self, block: Block, frame: FrameType) -> None:
+        try:
+            self._take(block)
+            if self._run:
+                await self.backend
         finally:
             bind(frame, self.saves)
 
@@ -110,7 +135,7 @@ class Tracer(Capturing):
                 "prompt: `with model.trace() as tracer:`."
             )
         checked = None if prompt is None else self._model._prompt(prompt, more)
-        check_settings(settings)
+        check_settings(settings, streams=self._model.mode == "async" or not self._run)
         if self._run:
             self._model._edits.chosen(settings.get("edits"))
         return Invoke(self, checked, settings)
@@ -172,6 +197,9 @@ class Tracer(Capturing):
             InterventionError: blocks failed; what the others and they themselves saved is kept.
             EngineDeadError: the engine did not survive it.
         """
+        if self._model.mode == "async":
+            self._backend = self._model._launch(self, self._requests, shared)
+            return
         try:
             outcomes = self._model._submit(self._requests)
         except EngineDeadError as dead:
@@ -180,12 +208,38 @@ class Tracer(Capturing):
         finally:
             if self._model._own_session is not None:
                 self._model._own_session._finish_trace()
+        records = self._take_home(outcomes, shared)
+        attach_edits(outcomes)
+        report(records)
+
+    def _take_home(self, outcomes: Sequence[Outcome], shared: Mapping[str, Any]) -> list[Record]:
+        """Take in what the requests brought home; the records, those of edits first."""
         results = [outcome.output for outcome in outcomes]
-        self.result = results[0] if self._prompt is not None or len(results) == 1 else results
+        alone = self._prompt is not None or len(results) == 1
+        self.result = next(iter(results), None) if alone else results
         records = [record for outcome in outcomes for record in outcome.records if record]
         self.saves = merge([record.saves for record in records], shared)
-        attach_edits(outcomes)
-        report([*edit_records(outcomes), *records])
+        return [*edit_records(outcomes), *records]
+
+    @property
+    def backend(self) -> Backend:
+        """An asynchronous trace on its way, see ``Backend``: to be awaited, or iterated over.
+
+        Raises:
+            UnsupportedError: the model is not asynchronous.
+            CaptureError: nothing has been captured yet.
+        """
+        if self._model.mode != "async":
+            raise UnsupportedError(
+                "`tracer.backend` belongs to VLLM(..., mode='async'). Here the trace has run when "
+                "its `with` ends: its values are bound to their names, and `tracer.result` is the "
+                "finished request."
+            )
+        if self._backend is None:
+            raise CaptureError(
+                "Nothing runs yet: use `tracer.backend` after the `with` statement of the trace."
+            )
+        return self._backend
 
     @property
     def iter(self) -> NoReturn:

@@ -36,6 +36,12 @@ EDIT_INVOKE = (
     "body of the edit itself, and give the prompts to `model.trace` or `model.generate` afterwards."
 )
 
+ASYNC_SESSION = (
+    "`model.session()` is not supported with mode='async': other tasks' requests run between its "
+    "traces all the same. Traces run in the order that you await them in: write `async with "
+    "model.trace(...)` one after the other, or `await tracer.backend` in between."
+)
+
 _ELSEWHERE = {
     "remote": (
         "`remote=` is not supported: there is no hosted service to send the block to. A server of "

@@ -16,12 +16,14 @@ class Payload(msgspec.Struct, array_like=True):
         edits: numbers of the installed edits that run beside the request, chosen by the client.
         common: number of the part that the block has in common with others of its trace, which the
             workers were brought before the requests; 0 for none.
+        stream: whether what the block appends to the lists it saves is sent at each step.
     """
 
     block: bytes = b""
     keep: list[str] = []
     edits: list[int] = []
     common: int = 0
+    stream: bool = False
 
 
 KEY = "midstream"
@@ -33,6 +35,12 @@ RECORDS = "midstream-records"
 
 EDIT = "edit"
 """In a record's `extra`: number of the installed edit that the record is of."""
+
+NEW = "new"
+"""In a record's `extra`: the record holds only what has been appended to saved lists."""
+
+SENT = "sent"
+"""In a record's `extra`: how many items of each saved list have been sent before, by name."""
 
 FAILED, STOPPED, STOPPED_BEFORE_TOKEN = "failed", "stopped", "stopped-before-token"
 """How a block ended its request; before its token was drawn, the step's token is dropped."""

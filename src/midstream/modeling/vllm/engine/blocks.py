@@ -16,10 +16,18 @@ from midstream.modeling.dialects import advise_engine
 from midstream.modeling.vllm.engine.commons import Common
 from midstream.modeling.vllm.engine.edits import InstalledEdit
 from midstream.modeling.vllm.engine.plain import is_plain
+from midstream.modeling.vllm.engine.streaming import Appended
 from midstream.modeling.vllm.limits import check_saves
 from midstream.modeling.vllm.payloads import BlockError, BlockWarning, Print, Record
 from midstream.modeling.vllm.unsupported import gradients
-from midstream.modeling.vllm.wire import EDIT, FAILED, STOPPED, STOPPED_BEFORE_TOKEN
+from midstream.modeling.vllm.wire import (
+    EDIT,
+    FAILED,
+    NEW,
+    SENT,
+    STOPPED,
+    STOPPED_BEFORE_TOKEN,
+)
 from midstream.tracing import Block, Execution, user_traceback
 
 if TYPE_CHECKING:
@@ -35,6 +43,7 @@ class HostedBlock:
         common, rest: the block as bytes: what others share of it, and what is its own.
         keep: names whose containers it fills together with other requests of its trace.
         edit: the installed edit that this is, if it is one.
+        stream: whether what it appends to the lists it saves is sent at each step.
 
     Attributes:
         run: its execution beside the forward passes.
@@ -49,6 +58,8 @@ class HostedBlock:
         rest: bytes = b"",
         keep: Sequence[str] = (),
         edit: InstalledEdit | None = None,
+        *,
+        stream: bool = False,
     ):
         self._request_id, self._host = request_id, host
         self._common, self._rest, self._keep = common, rest, keep
@@ -56,6 +67,7 @@ class HostedBlock:
         self._block: Block | None = None
         self._execution: Execution | None = None
         self._saved: dict[str, Any] = {}
+        self._appended = Appended() if stream else None
         self.recorded = self.keeps_saves = False
         self.run = Run(
             self._execute,
@@ -78,6 +90,8 @@ class HostedBlock:
         for name in self._keep:
             if name in execution.namespace:
                 execution.scope.mark(execution.namespace[name], name)
+                if self._appended is not None:
+                    self._appended.begin(name, execution.namespace[name])
         self._execution = execution
         try:
             execution.run()
@@ -151,8 +165,25 @@ class HostedBlock:
             error=self._error(error),
             warnings=[_warning(notice) for notice in self.run.output.notices()],
             prints=[Print(stream, text) for stream, text in self.run.output.prints()],
-            extra={EDIT: self._edit.id} if self._edit is not None else {},
+            extra=self._extra(),
         )
+
+    def _extra(self) -> dict[str, Any]:
+        if self._edit is not None:
+            return {EDIT: self._edit.id}
+        return {SENT: self._appended.counts} if self._appended is not None else {}
+
+    def news(self) -> list[Record]:
+        """What it has appended to the lists it saves, while it goes on; called after a step."""
+        if self._appended is None or self._execution is None or self.run.done:
+            return []
+        new = self._appended.take(self._execution.saves())
+        try:
+            check_saves(new, self._host.limits.max_save_bytes)
+        except LimitExceededError as exceeded:
+            self.fail(exceeded)
+            return []
+        return [Record(self._request_id, saves=new, extra={NEW: True})] if new else []
 
     @property
     def saves(self) -> dict[str, Any]:

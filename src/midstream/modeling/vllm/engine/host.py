@@ -121,7 +121,7 @@ class BlockHost:
         return found
 
     def finished(self, request_ids: Iterable[str]) -> list[Record]:
-        """Records of those blocks that are done while their requests go on, in their order."""
+        """What blocks have to send while their requests go on, in the requests' order."""
         found = [self._admitted[i] for i in sorted(request_ids) if i in self._admitted]
         return [record for admitted in found for record in admitted.finished()]
 

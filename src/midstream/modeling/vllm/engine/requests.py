@@ -67,7 +67,9 @@ class HostedRequest:
         self._own: HostedBlock | None = None
         if payload.block:
             common, rest = _parts(payload, host.commons)
-            self._own = HostedBlock(request_id, host, common, rest, payload.keep)
+            self._own = HostedBlock(
+                request_id, host, common, rest, payload.keep, stream=payload.stream
+            )
             for edit in self._edits:
                 edit.keeps_saves = True
         self.blocks = [*self._edits, *([self._own] if self._own is not None else [])]
@@ -137,9 +139,10 @@ class HostedRequest:
         return [block.record() for block in self.blocks if not block.recorded]
 
     def finished(self) -> list[Record]:
-        """Records of those of its blocks that are done while it goes on."""
+        """What its blocks have to send while it goes on: news, and the records of ended ones."""
+        news = self._own.news() if self._own is not None else []
         done = (block for block in self.blocks if block.is_done)
-        return [block.record() for block in done if not block.recorded]
+        return [*news, *(block.record() for block in done if not block.recorded)]
 
     @property
     def goes_on(self) -> bool:
