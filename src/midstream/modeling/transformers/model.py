@@ -51,6 +51,7 @@ class TransformersModel(Model):
     Raises:
         ValueError: the task cannot be told or is unknown; or a further name that is taken.
         OSError: there is no such checkpoint.
+        UnsupportedError: an argument that only engines of vLLM have.
     """
 
     def __init__(
