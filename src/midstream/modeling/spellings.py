@@ -100,6 +100,6 @@ def refuse_engine_only(names: Iterable[str]) -> None:
 
 
 def on_engine(name: str) -> str:
-    """What to write on vLLM for a keyword of HuggingFace, as the end of a text; empty for others."""
+    """What to write on vLLM for a keyword of HuggingFace, as the end of a text; else empty."""
     found = LOCAL_ONLY.get(name)
     return f" It exists on HuggingFace only. Here, {found}." if found else ""
