@@ -125,7 +125,7 @@ def test_tensors_without_rows_are_whole(mode: object) -> None:
         assert torch.equal(scale, module.scale)
         assert torch.equal(shift, module.shift)
         assert torch.equal(out, module(torch.cat([ids, ids]))[2:])
-        with pytest.raises(InterventionError, match=r"tensor \[4\] without a row per token"):
+        with pytest.raises(InterventionError, match=r"tensor \[4\] whose first axis is not"):
             with model.trace() as tracer:
                 with tracer.invoke(ids):
                     model.product.inputs[0][1][:] = 2.0

@@ -106,7 +106,7 @@ def test_sublayers_side_by_side(traced: Models) -> None:
 
 
 def test_an_expert_is_ablated_in_the_routing_weights(traced: Models) -> None:
-    """Zeros in its routing weights take an expert out, its router logits are not looked at (B31)."""
+    """Zeros in its routing weights take an expert out, its router logits have no effect (B31)."""
     model, path, ids = traced("T-MIXTRAL"), "model.layers.0.mlp.gate", torch.tensor([A])
     with model.trace(A):
         expert = int(model.get(path).output[2][-1, 0]).save()  # the last token's first
