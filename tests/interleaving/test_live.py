@@ -218,7 +218,7 @@ def test_a_shared_tensor_is_refused() -> None:
         if total == 2:
             served[0].settle(0)
         else:
-            with pytest.raises(ValueError, match=r"holds a tensor \[7\] without a row"):
+            with pytest.raises(ValueError, match=r"holds a tensor \[7\] whose first axis is not"):
                 served[0].settle(0)
 
 

@@ -47,6 +47,10 @@ def fused_mlp(model: Any, tracer: Any) -> None:
     model.model.layers[0].mlp.gate_up_proj.output.sum()
 
 
+def attention_kernel(model: Any, tracer: Any) -> None:
+    model.model.layers[0].self_attn.attn.output.sum()
+
+
 def logits_of_a_value(model: Any, tracer: Any) -> None:
     model.logits_processor(model.lm_head, model.model.norm.output)
 
@@ -66,6 +70,7 @@ SPELLINGS = {
     norm_pair: "Linear layers and norms, which return pairs there, return one tensor here",
     fused_attention: "vLLM computes q_proj, k_proj and v_proj in one as 'qkv_proj'",
     fused_mlp: "vLLM computes gate_proj and up_proj in one as 'gate_up_proj'",
+    attention_kernel: "an operation of this module's forward, which `self_attn.source` lists",
     logits_of_a_value: "Call the head itself: `model.lm_head(x)`",
     token_of_a_trace: "`with model.generate(...):` draws them, here and on vLLM",
     finished_request: "A RequestOutput exists on vLLM",

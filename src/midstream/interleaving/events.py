@@ -49,7 +49,12 @@ class Event:
     Attributes:
         writes: what blocks have written, in order; None if nobody keeps it.
         before_write: called with a tensor that is going to be written into.
+        shared_since: why a tensor is one for all blocks, as the end of an error's text.
     """
+
+    shared_since = (
+        "without a row per token: all requests of the step share it, so no block may change it."
+    )
 
     def __init__(
         self,

@@ -33,6 +33,11 @@ class LiveEvent(Event):
         is_callers: whether a tensor is one that the traced call was made with.
     """
 
+    shared_since = (
+        "whose first axis is not the batch's: all invokes share it, so no block of several may "
+        "change it. Give that input a trace of its own."
+    )
+
     def __init__(
         self,
         value: Any,

@@ -222,10 +222,8 @@ class Served:
 
     def _refuse_shared(self, index: int, where: str) -> None:
         if self._event.is_shared(index, self._rows):
-            raise ValueError(
-                f"{where} holds a tensor {describe(self._event.leaves[index])} without a row per "
-                "token: all requests of the step share it, so no block may change it."
-            )
+            held = describe(self._event.leaves[index])
+            raise ValueError(f"{where} holds a tensor {held} {self._event.shared_since}")
 
 
 def _misfit(where: str, value: Any, expected: Any) -> str:

@@ -13,16 +13,26 @@ if TYPE_CHECKING:
     from midstream.interleaving.run import Run
 
 
+_HELD = (
+    "`ignore_eos=True` or `min_tokens` and a large enough `max_tokens` hold a request to a number "
+    "of steps."
+)
+
+
 class Steps:
     """The steps of a request, to loop over: step 0 runs the prompt, step k gives token k.
 
     ``for step in tracer.iter[:3]`` runs its body in steps 0, 1 and 2; ``iter[a:b]``, ``iter[a:]``,
     ``iter[k]`` and ``iter[[0, 4]]`` run it in those. A slice without a start begins with the step
     the block is in. The loop ends when the request does; one that asked for more steps then warns.
+
+    Args:
+        run: the block's.
+        advice: end of that warning: how to get as many steps as one asks for.
     """
 
-    def __init__(self, run: Run):
-        self._run = run
+    def __init__(self, run: Run, advice: str = _HELD):
+        self._run, self._advice = run, advice
 
     def __getitem__(self, which: int | slice | Sequence[int]) -> Iterator[int]:
         steps, asked = self._chosen(which)
@@ -48,7 +58,8 @@ class Steps:
         for ran, step in enumerate(steps):
             if not self._run.enter(step):
                 if asked is not None:
-                    self._run.warn(_cut_short(asked, ran), StepsCutShortWarning)
+                    text = f"The loop asked for {asked} steps and the request ran {ran} of them. "
+                    self._run.warn(text + self._advice, StepsCutShortWarning)
                 return
             yield step
 
@@ -76,10 +87,3 @@ def _number(value: Any) -> int:
     if number < 0:
         raise ValueError(f"A step cannot be negative; got {number}. Steps are counted from 0.")
     return number
-
-
-def _cut_short(asked: int, ran: int) -> str:
-    return (
-        f"The loop asked for {asked} steps and the request ran {ran} of them. `ignore_eos=True` or "
-        "`min_tokens` and a large enough `max_tokens` hold a request to a number of steps."
-    )

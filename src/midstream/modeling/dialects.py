@@ -90,6 +90,11 @@ def engine_name(node: Node, name: str) -> str:
     parts = _FUSED.get(name)
     if parts is not None and _has(node, parts):
         return f" vLLM computes {_listed(parts)} in one as '{name}'; here they are apart."
+    if name == "attn" and _has(node, ["o_proj"]):
+        return (
+            " On vLLM 'attn' is the kernel that q, k and v meet in; here that is an operation of "
+            f"this module's forward, which `{_last(node)}.source` lists."
+        )
     if not node.path and name in _ENGINE:
         return f" '{name}' belongs to engines of vLLM. {_ENGINE[name]}."
     return ""
@@ -128,8 +133,12 @@ def advise_engine(error: BaseException) -> None:
 
 
 def _has(node: Node, names: Iterable[str]) -> bool:
-    children = {child.path.rpartition(".")[2] for child in node}
+    children = {_last(child) for child in node}
     return all(name in children for name in names)
+
+
+def _last(node: Node) -> str:
+    return node.path.rpartition(".")[2]
 
 
 def _listed(names: tuple[str, ...]) -> str:

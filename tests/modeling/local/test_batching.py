@@ -50,6 +50,12 @@ def test_inputs_that_do_not_fit_are_refused(second: Inputs) -> None:
         stacked([Inputs((X,), {}), second])
 
 
+def test_a_plain_argument_that_differs_is_shown() -> None:
+    """The refusal shows the values of plain arguments, and under which names they were given."""
+    with pytest.raises(UnsupportedError, match=r"got \(\[2, 4\], scale=1\) and .*, scale=2\)"):
+        stacked([Inputs((X,), {"scale": 1}), Inputs((X,), {"scale": 2})])
+
+
 def test_inputs_without_a_row_each_are_refused() -> None:
     """A tensor that has not as many rows as its input is refused beside others."""
     with pytest.raises(UnsupportedError, match="has no row for each"):
@@ -119,7 +125,7 @@ def test_tensors_without_rows_are_whole(mode: object) -> None:
         assert torch.equal(scale, module.scale)
         assert torch.equal(shift, module.shift)
         assert torch.equal(out, module(torch.cat([ids, ids]))[2:])
-        with pytest.raises(InterventionError, match=r"tensor \[4\] without a row per token"):
+        with pytest.raises(InterventionError, match=r"tensor \[4\] whose first axis is not"):
             with model.trace() as tracer:
                 with tracer.invoke(ids):
                     model.product.inputs[0][1][:] = 2.0

@@ -122,6 +122,8 @@ def test_a_loop_cut_short_warns_and_goes_on() -> None:
     [warning] = caught
     assert warning.category is StepsCutShortWarning
     assert "asked for 3 steps and the request ran 1" in str(warning.message)
+    assert "A step is one forward" in str(warning.message)
+    assert "min_tokens" not in str(warning.message)  # there is no request to hold to a number
     assert warning.filename == __file__
     with pytest.raises(StepsCutShortWarning):
         with model.trace(X) as tracer:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from midstream import TransformersModel
+from midstream.errors import UnsupportedError
 from midstream.modeling.transformers.loading import Checkpoint
 from tests.support.checkpoints import A, B
 
@@ -108,3 +110,24 @@ def test_gradients_flow_beside_an_adapter(folder: Get, adapter: Any) -> None:
     module(torch.tensor([B])).logits.sum().backward()
     assert module.model.embed_tokens.weight.grad is not None
     assert module.model.layers[0].self_attn.q_proj.lora_A["default"].weight.grad is not None
+
+
+def test_a_model_that_peft_has_wrapped(folder: Get, adapter: Any) -> None:
+    """It is traced and generates; beside its steps blocks run on the model inside (H1, H5)."""
+    peft = pytest.importorskip("peft")
+    base = AutoModelForCausalLM.from_pretrained(folder("T-LLAMA"))
+    wrapped = peft.PeftModel.from_pretrained(base, adapter(1)).eval()
+    model = TransformersModel(wrapped)
+    with model.trace(A):
+        logits = model.logits.save()
+    assert torch.equal(logits, wrapped(input_ids=torch.tensor([A])).logits[:, -1])
+    ids = model.generate(A, max_new_tokens=3)
+    with pytest.raises(UnsupportedError, match=r"TransformersModel\(peft_model.get_base_model"):
+        with model.generate(A, max_new_tokens=3):
+            model.logits.sum()
+    inside = TransformersModel(wrapped.get_base_model())
+    with inside.generate(A, max_new_tokens=3) as tracer:
+        tokens = [].save()
+        for _ in tracer.iter[:]:
+            tokens.append(inside.samples.item())
+    assert tracer.result.tolist() == ids.tolist() == [[*A, *tokens]]

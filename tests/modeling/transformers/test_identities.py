@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from midstream import TransformersModel
+from tests.support.checkpoints import A
 from tests.support.compare import assert_close
 from tests.support.hooking import first, hooked
 
@@ -102,3 +103,24 @@ def test_sublayers_side_by_side(traced: Models) -> None:
     both, step = found["attention"] + found["mlp"], found["after"] - found["before"]
     assert_close(both, step, found["attention"], 1e-4)
     assert torch.equal(found["between"], found["before"])
+
+
+def test_an_expert_is_ablated_in_the_routing_weights(traced: Models) -> None:
+    """Zeros in its routing weights take an expert out, its router logits have no effect (B31)."""
+    model, path, ids = traced("T-MIXTRAL"), "model.layers.0.mlp.gate", torch.tensor([A])
+    with model.trace(A):
+        expert = int(model.get(path).output[2][-1, 0]).save()  # the last token's first
+    plain = model.module(ids).logits
+    experts = model.module.model.layers[0].mlp.experts
+    kept = experts.down_proj.detach().clone()
+    with torch.no_grad():
+        experts.down_proj[expert] = 0
+        right = model.module(ids).logits
+        experts.down_proj[:] = kept
+    with model.trace(A) as tracer:
+        _, weights, chosen = model.get(path).output
+        weights[chosen == expert] = 0
+    assert_close(tracer.result.logits, right, plain, 1e-5)
+    with model.trace(A) as tracer:
+        model.get(path).output[0][:, expert] = float("-inf")
+    assert torch.equal(tracer.result.logits, plain)

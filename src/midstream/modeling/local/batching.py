@@ -96,4 +96,11 @@ def _joined(column: Sequence[Any], lengths: Sequence[int]) -> Any:
 
 
 def _shown(inputs: Inputs) -> str:
-    return describe([*inputs.args, *inputs.kwargs.values()])
+    named = [f"{name}={_value(value)}" for name, value in inputs.kwargs.items()]
+    return f"({', '.join([*map(_value, inputs.args), *named])})"
+
+
+def _value(value: Any) -> str:
+    """A value for an error text: plain ones as they are, since they may be what differs."""
+    plain = isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) < 40)
+    return repr(value) if plain else describe(value)

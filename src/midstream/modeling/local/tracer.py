@@ -31,6 +31,12 @@ Way = str
 """What a trace calls: "trace" for one forward, "generate", "scan"."""
 
 
+_STEPS = (
+    "A step is one forward of the traced call: `trace` has one, and `generate` one for each of up "
+    "to `max_new_tokens` tokens, which `ignore_eos=True` keeps from ending early."
+)
+
+
 class Tracer(Capturing):
     """What `model.trace(...)` gives: runs the body of its `with` beside a call of the model.
 
@@ -145,7 +151,7 @@ class Tracer(Capturing):
     @property
     def iter(self) -> Steps:
         """The forwards of the call: ``for step in tracer.iter[:3]``, see ``Steps``."""
-        return Steps(current_run("`tracer.iter`"))
+        return Steps(current_run("`tracer.iter`"), _STEPS)
 
     def all(self) -> Iterator[int]:
         """All forwards from the one the block is beside: ``for step in tracer.all()``."""

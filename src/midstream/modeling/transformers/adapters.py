@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,12 @@ def check_installed() -> None:
     """
     if importlib.util.find_spec("peft") is None:
         raise ImportError("An adapter (peft=, load_adapter) needs PEFT: pip install peft.")
+
+
+def wraps(module: torch.nn.Module) -> bool:
+    """Whether a module is PEFT's own, around the model that it adapts."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(module, peft.PeftModel)
 
 
 def attach(module: Any, adapter: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from midstream.modeling.spellings import refuse_engine_only
 from midstream.modeling.transformers import adapters
 from midstream.modeling.transformers.parts import Parts, given_parts, hub_arguments
 from midstream.modeling.transformers.quantisation import (
@@ -62,6 +63,7 @@ class Checkpoint(Parts):
         TypeError: loading keywords for a module that is loaded, or two ways to quantise.
         ValueError: an unknown task or dtype.
         ImportError: a quantisation or an adapter whose package is not installed.
+        UnsupportedError: (with the configuration) an argument that only engines of vLLM have.
     """
 
     def __init__(
@@ -255,13 +257,16 @@ class Checkpoint(Parts):
         skipped = (*_LOADING, *self._hub(), "config")
         rest = {name: value for name, value in self._arguments.items() if name not in skipped}
         if isinstance(given, PreTrainedConfig):
+            refuse_engine_only(rest)
             return given, rest
         source = self.repo_id if given is None else os.fspath(given)
         with _named(source):
             config, unused = AutoConfig.from_pretrained(
                 source, return_unused_kwargs=True, **self._hub(), **rest
             )
-        return config, {name: unused[name] for name in rest if name in unused}
+        found = {name: unused[name] for name in rest if name in unused}
+        refuse_engine_only(found)  # a configuration may have a field of that name
+        return config, found
 
     @property
     def generation_config(self) -> Any:

@@ -20,6 +20,7 @@ from midstream.modeling.capturing import opens_with
 from midstream.modeling.dialects import refuse_elsewhere
 from midstream.modeling.local.batching import Batch
 from midstream.modeling.local.running import Running
+from midstream.modeling.transformers import adapters
 from midstream.modeling.transformers.decoding import drawing, hand_logits
 from midstream.modeling.transformers.encodings import Encoding
 from midstream.modeling.transformers.inputs import Inputs
@@ -51,6 +52,7 @@ class TransformersModel(Model):
     Raises:
         ValueError: the task cannot be told or is unknown; or a further name that is taken.
         OSError: there is no such checkpoint.
+        UnsupportedError: an argument that only engines of vLLM have.
     """
 
     def __init__(
@@ -299,6 +301,12 @@ class TransformersModel(Model):
             raise UnsupportedError(
                 f"{type(module).__name__} cannot generate: it has no decoding loop. One forward is "
                 "`model.trace(...)`."
+            )
+        if running is not None and adapters.wraps(module):
+            raise UnsupportedError(
+                f"{type(module).__name__} generates with the model inside it, whose forwards are "
+                "none of its own: its steps cannot be told. Take that model, whose layers are "
+                "adapted: `TransformersModel(peft_model.get_base_model())`."
             )
         wanted = generation(
             settings, generation_config=self.generation_config, tokenizer=self.tokenizer

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from midstream.errors import UnsupportedError
+from midstream.modeling.spellings import on_engine
 from midstream.modeling.vllm.unsupported import refuse_elsewhere
 
 GPU_WORKER = "midstream.modeling.vllm.engine.worker.BlockWorker"
@@ -76,16 +77,19 @@ def check_known(
         ours: keywords beside them, for the message too.
 
     Raises:
-        TypeError: naming it and the nearest one there is.
+        TypeError: naming it and the nearest one there is, or what stands for a HuggingFace word.
         UnsupportedError: it names another place for the block to run.
     """
     known = known if isinstance(known, frozenset) else frozenset(known)
     for name in arguments:
         if name not in known:
             refuse_elsewhere(name)
-            near = difflib.get_close_matches(name, [*ours, *known], n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else ""
-            raise TypeError(f"'{name}' is not {what}.{hint}")
+            raise TypeError(f"'{name}' is not {what}.{on_engine(name) or _near(name, ours, known)}")
+
+
+def _near(name: str, ours: Iterable[str], known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, [*ours, *known], n=1)
+    return f" Did you mean '{near[0]}'?" if near else ""
 
 
 def check_classes(arguments: Mapping[str, Any], *, cpu: bool) -> None:
