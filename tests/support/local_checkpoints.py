@@ -31,6 +31,11 @@ _LLAMA = {
     "max_position_embeddings": 128,
 }
 _VISION = {**_LAYERS, "intermediate_size": 64, "image_size": 16, "patch_size": 4}
+_GROUPED = {
+    **_LLAMA,
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+}
 _SEQ2SEQ = {
     **_SIZES,
     "d_model": 32,
@@ -51,6 +56,30 @@ KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         "T-NEOX": (
             "GPTNeoXForCausalLM",
             {**_SIZES, **_LAYERS, "intermediate_size": 64, "max_position_embeddings": 64},
+        ),
+        "T-GRANITE": (
+            "GraniteForCausalLM",
+            {
+                **_GROUPED,
+                "embedding_multiplier": 3.0,
+                "residual_multiplier": 0.6,
+                "attention_multiplier": 0.5,
+                "logits_scaling": 2.0,
+            },
+        ),
+        "T-GEMMA3N": (  # the last two layers use the keys and values of the first two
+            "Gemma3nForCausalLM",
+            {
+                **_GROUPED,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "num_kv_shared_layers": 2,
+                "intermediate_size": [64] * 4,
+                "activation_sparsity_pattern": [0.0] * 4,
+                "vocab_size_per_layer_input": WORDS,
+                "hidden_size_per_layer_input": 8,
+                "laurel_rank": 4,
+                "altup_num_inputs": 2,
+            },
         ),
         "T-T5": (
             "T5ForConditionalGeneration",
@@ -90,6 +119,28 @@ KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
                 "image_seq_length": 16,
                 "vision_feature_select_strategy": "default",
                 "vision_feature_layer": -1,
+            },
+        ),
+        "T-QWEN3VL": (  # features of another width enter the first two text layers, projected
+            "Qwen3VLForConditionalGeneration",
+            {
+                "text_config": {
+                    **_GROUPED,
+                    "vocab_size": WORDS + 1,
+                    "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]},
+                },
+                "vision_config": {
+                    "depth": 2,
+                    "hidden_size": 48,
+                    "intermediate_size": 64,
+                    "num_heads": 4,
+                    "patch_size": 4,
+                    "temporal_patch_size": 1,
+                    "out_hidden_size": 32,
+                    "num_position_embeddings": 16,
+                    "deepstack_visual_indexes": [0, 1],
+                },
+                "image_token_id": IMAGE,
             },
         ),
     }

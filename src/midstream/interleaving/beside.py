@@ -146,6 +146,7 @@ class LocalInterleaver(Interleaver):
     Attributes:
         released: blocks that a barrier lets go, to execute as soon as others wait.
         is_over: asked after a hand-over; whether the forward can be left.
+        tokens: of each row in the forward under way; 1 where it is called with no tokens.
     """
 
     order: LocalOrder
@@ -156,6 +157,7 @@ class LocalInterleaver(Interleaver):
         self.released: list[LocalRun] = []
         self._open: LiveEvent | None = None  # what is being handed over
         self.is_over: Callable[[], bool] = bool
+        self.tokens = 1
         parts = modules[""].modules()
         # looked through again in every step that needs it; walking the modules takes far longer
         self._held = [held for part in parts for held in (part._parameters, part._buffers)]
@@ -309,6 +311,7 @@ class LocalInterleaver(Interleaver):
             None if alone else self._is_models,  # a buffer's first axis is no batch's
             total=sizes[0],
             is_callers=self._is_callers,
+            tokens=self.tokens,
         )
         return self._open
 

@@ -18,7 +18,14 @@ from weakref import getweakrefcount
 
 import torch
 
-from midstream.interleaving.copies import Edit, Rows, counting_edits, cut, same_bytes
+from midstream.interleaving.copies import (
+    Edit,
+    Rows,
+    counting_edits,
+    cut,
+    row_axis,
+    same_bytes,
+)
 from midstream.interleaving.events import Check, Event
 from midstream.interleaving.gradients import note_origin
 from midstream.interleaving.served import Bundle
@@ -31,6 +38,7 @@ class LiveEvent(Event):
         value, sizes, spans, check, is_models, is_whole: as in ``Event``.
         total: rows of the batch.
         is_callers: whether a tensor is one that the traced call was made with.
+        tokens: of each row; a tensor of that many rows for each of the batch's is cut too.
     """
 
     shared_since = (
@@ -49,10 +57,40 @@ class LiveEvent(Event):
         *,
         total: int,
         is_callers: Callable[[torch.Tensor], bool] | None = None,
+        tokens: int = 1,
     ):
         super().__init__(value, sizes, spans, check, is_models, is_whole)
-        self._total, self._is_callers = total, is_callers
+        self._total, self._is_callers, self._tokens = total, is_callers, tokens
+        self._flat: set[int] = set()
         self._given: dict[int, torch.Tensor | None] = {}  # None: the leaf itself
+
+    def axis(self, index: int) -> int | None:
+        """The axis that runs over rows, or over all rows' tokens, as in a mixture of experts."""
+        if self._tokens > 1 and index not in self._axes:
+            leaf = self.leaves[index]
+            many = self._total * self._tokens
+            is_flat = type(leaf) is torch.Tensor and leaf.dim() > 0 and leaf.shape[0] == many
+            if is_flat and row_axis(leaf, self._sizes) is None:
+                self._axes[index] = 0
+                self._flat.add(index)
+        return super().axis(index)
+
+    def _cut(self, index: int, rows: Rows, leaf: torch.Tensor | None = None) -> Any:
+        """A request's rows of a leaf, or of a tensor of its form."""
+        axis = self.axis(index)
+        whole = self.leaves[index] if leaf is None else leaf
+        return cut(whole, axis, *self._in_leaf(index, rows))
+
+    def _in_leaf(self, index: int, rows: Rows) -> Rows:
+        times = self._tokens if index in self._flat else 1
+        return Rows(rows.start * times, rows.stop * times)
+
+    def live(self, index: int, rows: Rows) -> Any:
+        """A leaf's rows as the model goes on with them (tensors without a row axis: whole)."""
+        replaced = self._replaced.get(index)
+        if replaced and rows in replaced:
+            return replaced[rows]
+        return self._cut(index, rows)
 
     def _is_all(self, index: int, rows: Rows) -> bool:
         """Whether a request's rows are all that a leaf has."""
@@ -88,13 +126,13 @@ class LiveEvent(Event):
         axis = self.axis(index)
         if not (leaf.requires_grad and torch.is_grad_enabled()):
             with counting_edits():
-                return cut(leaf, axis, *rows).clone()
+                return self._cut(index, rows).clone()
         if self._is_all(index, rows):
             if self._is_fixed(leaf):  # the block may change its tensor, and not that one
                 leaf = self.leaves[index] = leaf.clone()
             return self._give(index, leaf)
-        part = cut(leaf, axis, *rows).clone()
-        note_origin(part, leaf, axis, *rows)
+        part = self._cut(index, rows).clone()
+        note_origin(part, leaf, axis, *self._in_leaf(index, rows))
         return part
 
     def _give(self, index: int, leaf: torch.Tensor) -> torch.Tensor:
@@ -133,7 +171,7 @@ class LiveEvent(Event):
     def _write(self, index: int, rows: Rows, value: torch.Tensor) -> None:
         leaf = self.leaves[index]
         with torch.inference_mode() if leaf.is_inference() else nullcontext():
-            cut(leaf, self.axis(index), *rows).copy_(value)
+            self._cut(index, rows).copy_(value)
 
     def _must_replace(self, leaf: torch.Tensor) -> bool:
         """Whether a leaf must not be written into: it is the model's own, or the caller's."""
@@ -166,10 +204,9 @@ class LiveEvent(Event):
         for rows, value in reversed(values.items()):
             if self._is_all(index, rows):
                 return value.clone()
-        leaf, axis = self.leaves[index], self.axis(index)
-        new: torch.Tensor = leaf.clone()
+        new: torch.Tensor = self.leaves[index].clone()
         for rows, value in values.items():
-            cut(new, axis, *rows).copy_(value)
+            self._cut(index, rows, new).copy_(value)
         return new
 
 

@@ -6,6 +6,7 @@ A block that uses the one's on the other is told what to write there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from midstream.errors import OutOfOrderError, UnsupportedError
 from midstream.interleaving.node import Node
@@ -41,6 +42,12 @@ _ELSEWHERE: Mapping[str, str] = {
     ),
 }
 """Words that name another place for a block to run, with why there is none."""
+
+_LOCAL = (
+    *("attn_implementation", "feature_extractor", "generation_config", "image_processor"),
+    *("load_adapter", "module", "pipe", "pipeline", "processor"),
+)
+"""What only a `TransformersModel` has."""
 
 _REQUEST_FIELDS = ("outputs", "prompt_token_ids", "finished", "text", "token_ids")
 
@@ -105,6 +112,8 @@ def local_name(node: Node, name: str) -> str:
     for fused, parts in _FUSED.items():
         if name in parts and _has(node, [fused]):
             return f" vLLM computes {_listed(parts)} in one: its columns are in '{fused}', in turn."
+    if not node.path and name in _LOCAL:
+        return f" '{name}' belongs to `TransformersModel`; `model.transformers()` gives one."
     return ""
 
 
@@ -117,7 +126,7 @@ def advise_local(error: BaseException) -> None:
         annotate(error, _NO_PAIR)
     if isinstance(error, RuntimeError) and text.endswith(_WITHOUT_GRADIENTS):
         annotate(error, _NO_GRADIENTS)
-    if isinstance(error, AttributeError) and error.name in _REQUEST_FIELDS:
+    if type(error) is AttributeError and error.name in _REQUEST_FIELDS:
         annotate(error, _NO_REQUEST)
     if isinstance(error, OutOfOrderError) and text.startswith("'model.samples"):
         annotate(error, _NO_TOKEN)
@@ -145,5 +154,10 @@ def _listed(names: tuple[str, ...]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
+_args: Any = BaseException.__dict__["args"]
+"""Read past what an exception's own class makes of the name: a block may raise anything."""
+
+
 def _text(error: BaseException) -> str:
-    return str(error.args[0]) if error.args and isinstance(error.args[0], str) else ""
+    args = _args.__get__(error)
+    return args[0] if args and type(args[0]) is str else ""

@@ -284,3 +284,24 @@ def test_a_plain_call_between_two_forwards_is_no_step() -> None:
     assert all(torch.equal(called, expected[0]) for _, called, _ in found)
     assert all(torch.equal(out, right) for (_, _, out), right in zip(found, expected, strict=True))
     assert torch.equal(result, expected[-1])
+
+
+class HidingError(Exception):
+    """An exception without its arguments."""
+
+    @property
+    def args(self) -> Any:  # type: ignore[override]
+        """Refuse to give them."""
+        raise KeyError("args")
+
+
+def test_an_exception_that_hides_its_arguments() -> None:
+    """Whatever a block raises is the cause of an `InterventionError`, even if it cannot be read."""
+    model = Model(torch.nn.Linear(2, 2))
+
+    def block(model: Any, tracer: Any) -> None:
+        raise HidingError
+
+    with pytest.raises(InterventionError, match="HidingError") as raised:
+        model.trace(torch.ones(1, 2), block=block)
+    assert type(raised.value.__cause__) is HidingError

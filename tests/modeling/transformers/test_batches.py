@@ -270,3 +270,38 @@ def test_forwards_that_stand_in_take_what_the_own_take(llama: TransformersModel)
         found = [inspect.signature(each.forward) for each in (llama.module, inner)].save()
     assert replaced == (True, True)
     assert found == right
+
+
+def test_tokens_of_an_expert_layer_are_told_apart(traced: Models) -> None:
+    """Rows that experts have behind each other, one a token, are each invoke's own (H15, H17)."""
+    model, back = traced("T-MIXTRAL"), A[::-1]
+    experts = "model.layers.0.mlp.experts"
+    seen: list[torch.Tensor] = []
+    hook = model.module.get_submodule(experts).register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].clone())
+    )
+    model.module(torch.tensor([A, back]))
+    hook.remove()
+    right = seen[0]
+    with model.trace() as tracer:
+        with tracer.invoke(A):
+            given = model.get(experts).input.save()
+        with tracer.invoke(back):
+            given = model.get(experts).input.save()
+    assert torch.equal(given[0], right[:5])
+    assert torch.equal(given[1], right[5:])
+    with model.trace() as tracer:
+        with tracer.invoke(A):
+            untouched = model.logits.save()
+        with tracer.invoke(back):
+            model.get(experts).input[:] = 0
+            edited = model.logits.save()
+    with model.trace(back):
+        model.get(experts).input[:] = 0
+        logits = model.logits.save()
+    with model.trace(back):
+        plain = model.logits.save()
+    with model.trace(A):
+        first_alone = model.logits.save()
+    assert_close(edited, logits, plain, TOLERANCE)
+    assert_close(untouched, first_alone, plain, TOLERANCE)

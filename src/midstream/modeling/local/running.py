@@ -94,7 +94,7 @@ class Running:
             self._enter_step()
             if self._is_over():
                 raise Halt
-        self._set_rows(_rows_in((args, kwargs)))
+        self._set_rows(*_rows_in((args, kwargs)))
         self._inside = True
         try:
             value = self._traced(*args, **kwargs)
@@ -121,7 +121,7 @@ class Running:
     def _enter_step(self) -> None:
         active = [each for each in self._beside if each.block.enters_step(self._step)]
         self.interleaver.begin_step([each.block.run for each in active])
-        self._rows = self._spread(1)
+        self._rows, self.interleaver.tokens = self._spread(1), 1
         self._phase = self.interleaver.phase(*self._rows)
         self._phase.__enter__()
 
@@ -131,11 +131,12 @@ class Running:
             phase.__exit__(None, None, None)
             self.interleaver.finish_step(learned=learned and self._forwards > 0)
 
-    def _set_rows(self, found: int | None) -> None:
+    def _set_rows(self, found: int | None, tokens: int) -> None:
         """Take in how many rows a forward has: with beams, several for each one of the batch."""
         if found and found % self._total == 0:
             self._rows = self._spread(found // self._total)
             self.interleaver.set_rows(*self._rows)
+            self.interleaver.tokens = tokens
 
     def _spread(self, times: int) -> tuple[Mapping[Run, Rows], BatchSizes]:
         rows: dict[Run, Rows] = {
@@ -169,10 +170,11 @@ def _unfinished() -> RuntimeError:
     return RuntimeError("The call did not finish, so `tracer.result` has nothing to give.")
 
 
-def _rows_in(call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> int | None:
-    """How many rows a forward is called with: the length of its first tensor."""
+def _rows_in(call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> tuple[int | None, int]:
+    """How many rows a forward is called with, the length of its first tensor, and their tokens."""
     args, kwargs = call
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.dim() > 0:
-            return int(value.shape[0])
-    return None
+            are_ids = value.dim() == 2 and not value.is_floating_point()
+            return int(value.shape[0]), int(value.shape[1]) if are_ids else 1
+    return None, 1
