@@ -18,6 +18,7 @@
     ├── InterventionError                 also RuntimeError: a block failed inside the engine
     ├── EngineBuildError                  also RuntimeError: the engine did not come up
     ├── EngineDeadError                   also RuntimeError: the engine died while serving
+    ├── ServerError                       also ConnectionError: a midstream server refused or failed
     └── UnsupportedError                  also NotImplementedError: refused, with what to do instead
 
     MidstreamWarning (UserWarning)        everything midstream warns about
@@ -41,6 +42,7 @@ __all__ = [
     "NotInTraceError",
     "OutOfOrderError",
     "PromptError",
+    "ServerError",
     "SourceChangedError",
     "SourceNotAvailableError",
     "StepsCutShortWarning",
@@ -117,6 +119,19 @@ class EngineBuildError(MidstreamError, RuntimeError):
 
 class EngineDeadError(MidstreamError, RuntimeError):
     """The engine's process died; ``__cause__`` is vLLM's own error."""
+
+
+class ServerError(MidstreamError, ConnectionError):
+    """A midstream server refused a request or failed at it; the text is the server's.
+
+    Attributes:
+        status: the HTTP status; 0 if no answer came.
+        kind: what the server calls the error, such as "PromptError".
+    """
+
+    def __init__(self, text: str, *, status: int = 0, kind: str = "") -> None:
+        super().__init__(text)
+        self.status, self.kind = status, kind
 
 
 class UnsupportedError(MidstreamError, NotImplementedError):

@@ -140,3 +140,11 @@ def test_lines_come_from_the_block():
     lines = [block.line("f.py", n) for n in (4, 5, 6, 7)]
     assert lines == ["", "    x = 1", "    y = 2", ""]
     assert block.line("g.py", 5) == ""
+
+
+def test_a_block_on_the_first_line() -> None:
+    """A source that begins with the file keeps its lines."""
+    code = Code("    a = 1\n    1 / 0\n", "<text>", 1)
+    with pytest.raises(ZeroDivisionError) as raised:
+        exec(code.compiled().code, {})
+    assert raised.traceback[-1].lineno == 1  # which counts from 0

@@ -40,6 +40,8 @@ def parse_block(code: Code) -> ast.If:
     with quietly():
         header = ast.parse(text, code.filename).body[0]
     assert isinstance(header, ast.If)
+    if code.first_line < 2:  # there is no line above it for the header to stand on
+        ast.increment_lineno(header, code.first_line - 2)
     return header
 
 

@@ -327,3 +327,13 @@ def test_requests_keep_what_the_user_set(llama: Any, monkeypatch: pytest.MonkeyP
     assert prompt["cache_salt"].startswith("mine-")
     assert mine == {"priority": "low"}
     assert logits.shape == (1, 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("seed", 2**64 - 1), ("max_tokens", 2**31 - 1), ("stop_token_ids", [2**40])]
+)
+def test_number_that_no_engine_can_take_in(llama: Any, name: str, value: Any) -> None:
+    """A number too large for the engine's processes is refused at the call, and it serves on."""
+    with pytest.raises(ValueError, match=rf"{name} has a number of more than \d+ bits"):
+        llama.generate(A, **{name: value})
+    assert len(llama.generate(A, max_tokens=2)[0].outputs[0].token_ids) == 2

@@ -40,3 +40,13 @@ def test_what_is_named_instead_exists(llama: Any) -> None:
     assert set(ENGINE_ONLY) - ours - {"mode", "taps"} <= engine
     assert {"attention_backend", "enable_lora", "quantization"} <= engine
     assert {"n", "stop", "min_tokens", "stop_token_ids", "logit_bias", "bad_words"} <= settings
+
+
+@pytest.mark.parametrize("name", ["pipe", "processor", "load_adapter", "module"])
+def test_an_attribute_of_a_local_model(llama: Any, name: str) -> None:
+    """What only a HuggingFace model has is named as such, with the way to one (O15)."""
+    from midstream import TransformersModel
+
+    assert hasattr(TransformersModel, name)
+    with pytest.raises(AttributeError, match=rf"{name}.*`model.transformers\(\)` gives one"):
+        getattr(llama, name)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from midstream import VLLM
-from midstream.errors import BlockSyntaxError, InterventionError, UnsupportedError
+from midstream.errors import BlockSyntaxError, InterventionError, ServerError, UnsupportedError
 from tests.modeling.vllm.conftest import place
 from tests.support.checkpoints import A
 
@@ -60,20 +60,28 @@ def test_a_call_that_asks_for_locations(llama: Any) -> None:
             llama.model.norm(llama.model.layers[0].output[0], hook=True)
 
 
-@pytest.mark.parametrize("argument", ["remote", "serve"])
-def test_another_place_to_run(llama: Any, argument: str) -> None:
-    """A server that is not there is refused, wherever it is asked for, and what to do is said.
-
-    (O22, C76).
-    """
+def test_another_place_to_run(llama: Any) -> None:
+    """There is no hosted service; a server of one's own is named with `serve=` (O22, E29)."""
     for ask in (
         lambda **elsewhere: VLLM("no/checkpoint", **elsewhere),
         lambda **elsewhere: llama.trace(A, **elsewhere),
         lambda **elsewhere: llama.generate(A, **elsewhere),
     ):
-        with pytest.raises(UnsupportedError, match=rf"`{argument}=` .*runs in this") as refused:
-            ask(**{argument: "http://localhost:8000"})
-        assert "`serve=`" in str(refused.value)
+        with pytest.raises(UnsupportedError, match=r"no hosted service .* `serve=`"):
+            ask(remote="http://localhost:8000")
+
+
+def test_a_server_that_is_not_there(llama: Any) -> None:
+    """What names a server goes there and nowhere else (C76, G61)."""
+    there = "http://127.0.0.1:9"
+    for ask in (
+        lambda: VLLM("no/checkpoint", serve=there),
+        lambda: llama.trace(A, serve=there, block=lambda model, tracer: None),
+        lambda: llama.generate(A, serve=there),
+        lambda: llama.edit(serve=there, block=lambda model, tracer: None),
+    ):
+        with pytest.raises(ServerError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
+            ask()
 
 
 def backward(model: Any, tracer: Any) -> None:

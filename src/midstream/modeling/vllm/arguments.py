@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from midstream.errors import UnsupportedError
@@ -153,13 +153,18 @@ def check_settings(settings: Mapping[str, Any], *, streams: bool = False) -> Non
     """
     if not settings:
         return
+    check_ours(settings, streams=streams)
+    sampling(without_ours(settings))
+
+
+def check_ours(settings: Mapping[str, Any], *, streams: bool) -> None:
+    """Check the settings that vLLM's sampling parameters do not hold, see ``check_settings``."""
     check_edit_names(settings.get("edits"))
     if settings.get("stream_saves") and not streams:
         raise UnsupportedError(
             "stream_saves= belongs to a trace of VLLM(..., mode='async'), whose outputs come one "
             "after the other. Leave it out: what is saved is there when the trace has ended."
         )
-    sampling(without_ours(settings))
 
 
 def without_ours(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,10 +191,55 @@ def sampling(settings: Mapping[str, Any]) -> Any:
 
     Raises:
         TypeError: an unknown keyword, or both spellings of one.
+        ValueError: a whole number that no engine can take in.
         VLLMValidationError: vLLM's own, for a value out of range.
     """
     from vllm.sampling_params import SamplingParams  # the package's own name is slow to reach
 
+    fields = sampling_fields(settings)
+    found = oversized(fields)
+    if found is not None:
+        name, bits = found
+        raise ValueError(
+            f"{name} has a number of more than {bits + 1} bits, which would end the engine: whole "
+            f"numbers in it go from {-(2**bits)} to {2**bits - 1}."
+        )
+    return SamplingParams(**fields)
+
+
+_BITS = {"seed": 63, "max_tokens": 30}  # the prompt is added to the latter
+"""Of a whole number, without its sign; 31 of all others."""
+
+
+def oversized(settings: Mapping[str, Any]) -> tuple[str, int] | None:
+    """The first setting with a whole number that the engine's processes have no form for.
+
+    Returns:
+        Its name and how many bits a number in it may have, beside its sign; None if all fit.
+    """
+    for name, value in settings.items():
+        bits = _BITS.get(name, 31)
+        if any(not -(2**bits) <= number < 2**bits for number in _numbers(value)):
+            return name, bits
+    return None
+
+
+def _numbers(value: Any) -> Iterator[int]:
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _numbers([*value, *value.values()])
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from _numbers(item)
+
+
+def sampling_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling settings under the names of vLLM's `SamplingParams`.
+
+    Raises:
+        TypeError: an unknown keyword, or both spellings of one.
+    """
     settings = dict(settings)
     if "max_new_tokens" in settings:
         if "max_tokens" in settings:
@@ -199,7 +249,7 @@ def sampling(settings: Mapping[str, Any]) -> Any:
     check_known(
         settings, _sampling_fields(), what, ("block", "run", "max_new_tokens", *_NOT_SAMPLING)
     )
-    return SamplingParams(**settings)
+    return settings
 
 
 @functools.cache

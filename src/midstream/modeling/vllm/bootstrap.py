@@ -63,7 +63,8 @@ def installed() -> Installed:
             )
         return Installed(version, cpu)
     raise EngineBuildError(
-        "vLLM is not installed. Install midstream with its extra `vllm` (NVIDIA GPU) or `cpu`."
+        "vLLM is not installed. Install midstream with its extra `vllm` (NVIDIA GPU) or `cpu`, or "
+        "name a server that has it: VLLM(repo, serve='http://host:8000')."
     )
 
 

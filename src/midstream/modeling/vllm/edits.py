@@ -78,9 +78,15 @@ class Edit(Capturing):
         return Tracer(self._model, None, {}, run=False), self
 
     def _captured(self, block: Block, frame: FrameType) -> None:
-        self._model._edits.install(self, block)
+        self._install(block)
 
     async def _acaptured(self, block: Block, frame: FrameType) -> None:
+        await self._ainstall(block)
+
+    def _install(self, block: Block) -> None:
+        self._model._edits.install(self, block)
+
+    async def _ainstall(self, block: Block) -> None:
         await self._model._edits.ainstall(self, block)
 
     def __reduce__(self) -> Any:
@@ -107,7 +113,7 @@ class EditRegistry:
             TransportError: a value cannot travel, or cannot be rebuilt in the engine.
             UnsupportedError: the block opens invokes.
         """
-        edit_id, label, written = self._written(edit, block)
+        edit_id, label, written = self._numbered(edit, block)
         with self._model._lock:  # until it is known here, nothing may close the engine
             self._model._install("midstream_install_edit", edit_id, label, written)
             self._note(edit, edit_id)
@@ -115,17 +121,26 @@ class EditRegistry:
     async def ainstall(self, edit: Edit, block: Block) -> None:
         """As ``install``, in an asynchronous engine; cancelled, it is taken out again."""
         await self._model._uncut(
-            self._install(edit, *self._written(edit, block)), lambda: self.aclear([edit])
+            self._install(edit, *self._numbered(edit, block)), lambda: self.aclear([edit])
         )
 
     async def _install(self, edit: Edit, edit_id: int, label: str, written: bytes) -> None:
         await self._model._ainstall("midstream_install_edit", edit_id, label, written)
         self._note(edit, edit_id)
 
-    def _written(self, edit: Edit, block: Block) -> tuple[int, str, bytes]:
-        """An edit's number, what errors call it, and its block as bytes."""
+    def written(self, block: Block) -> bytes:
+        """The block of an edit as bytes.
+
+        Raises:
+            TransportError: a value cannot travel.
+            UnsupportedError: the block opens invokes.
+        """
         _refuse_invokes(block)
-        written = dumps(block, self._model._reference)
+        return dumps(block, self._model._reference)
+
+    def _numbered(self, edit: Edit, block: Block) -> tuple[int, str, bytes]:
+        """An edit's number, what errors call it, and its block as bytes."""
+        written = self.written(block)
         edit_id = next(self._ids)
         return edit_id, f"'{edit.name}'" if edit.name is not None else f"number {edit_id}", written
 
@@ -196,6 +211,7 @@ class Editable:
 
     mode: Literal["sync", "async"]
     _edits: EditRegistry
+    _server: Callable[[str | None, str | None], Any]
 
     @property
     def edits(self) -> tuple[Edit, ...]:
@@ -208,6 +224,8 @@ class Editable:
         name: str | None = None,
         inplace: bool = True,
         block: Callable[..., Any] | None = None,
+        serve: str | None = None,
+        api_key: str | None = None,
     ) -> Any:
         """Install a block in the engine, to run beside every later request that it applies to.
 
@@ -219,6 +237,8 @@ class Editable:
             name: lets requests choose the edit: ``edits=["calm"]``. Several may share one.
             inplace: True; there is no copy of an engine to edit.
             block: a function ``block(model, tracer)`` to install in place of a `with` body.
+            serve, api_key: address of a midstream server to install it in, and a key for it. It
+                runs beside requests of that key, and with an admin's key beside all.
 
         Returns:
             The edit: a context manager, or, with ``block``, installed (with mode="async" a
@@ -237,16 +257,22 @@ class Editable:
             )
         if name is not None and not isinstance(name, str):
             raise TypeError(f"An edit's name is text; got {type(name).__name__}.")
-        edit = Edit(self._edits._model, name)
+        edit = self._new_edit(name, self._server(serve, api_key))
         if block is None:
             return edit
         if self.mode == "async":
             return self._installed(edit, Block(function=block))
-        self._edits.install(edit, Block(function=block))
+        edit._install(Block(function=block))
         return edit
 
+    def _new_edit(self, name: str | None, server: Any) -> Edit:
+        from midstream.modeling.vllm.remote.edits import RemoteEdit  # which is an Edit
+
+        model = self._edits._model
+        return Edit(model, name) if server is None else RemoteEdit(model, name, server)
+
     async def _installed(self, edit: Edit, block: Block) -> Edit:
-        await self._edits.ainstall(edit, block)
+        await edit._ainstall(block)
         return edit
 
     def clear_edits(self) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from midstream.errors import CaptureError, PromptError
 from midstream.modeling.capturing import opens_with
-from midstream.modeling.vllm.arguments import check_settings
 from midstream.modeling.vllm.data import Request
 from midstream.modeling.vllm.edits import EditRegistry
 from midstream.modeling.vllm.failures import tell
@@ -47,10 +46,17 @@ class Generating:
     _prompt: Callable[..., dict[str, Any]]
     mode: Literal["sync", "async"]
     _submit: Callable[[Sequence[Request]], list[Outcome]]
+    _check_settings: Callable[..., None]
+    _server: Callable[[str | None, str | None], Any]
     _run_plain: Callable[[Sequence[Request]], Awaitable[Sequence[Outcome]]]
 
     def generate(
-        self, *prompts: Any, block: Callable[..., Any] | None = None, **settings: Any
+        self,
+        *prompts: Any,
+        block: Callable[..., Any] | None = None,
+        serve: str | None = None,
+        api_key: str | None = None,
+        **settings: Any,
     ) -> Any:
         """Run prompts as plain vLLM does; in the header of a `with` statement, ``trace``.
 
@@ -60,6 +66,7 @@ class Generating:
         Args:
             prompts: prompts as in ``trace``, or lists of them.
             block: as in ``trace``.
+            serve, api_key: as in ``trace``.
             settings: as in ``trace``; they apply to every prompt. What they leave out has vLLM's
                 default: 16 tokens, drawn at temperature 1.0.
 
@@ -75,17 +82,19 @@ class Generating:
             ValueError: no installed edit has one of the names.
         """
         if block is not None or opens_with(sys._getframe(1)):
-            return self.trace(*prompts, block=block, **settings)
-        check_settings(settings)
-        self._edits.chosen(settings.get("edits"))
+            return self.trace(*prompts, block=block, serve=serve, api_key=api_key, **settings)
+        self._check_settings(settings)
+        server = self._server(serve, api_key)
+        if server is None:
+            self._edits.chosen(settings.get("edits"))
         found = [self._prompt(each, ()) for each in _several(prompts)]
         requests = [Request(each, dict(settings), b"") for each in found]
         if self.mode == "async":
-            return self._generate(requests)
-        return _outputs(self._submit(requests))
+            return self._generate(self._run_plain if server is None else server.run, requests)
+        return _outputs((self._submit if server is None else server.run)(requests))
 
-    async def _generate(self, requests: Sequence[Request]) -> Outputs:
-        return _outputs(await self._run_plain(requests))
+    async def _generate(self, run: Any, requests: Sequence[Request]) -> Outputs:
+        return _outputs(await run(requests))
 
 
 def _outputs(outcomes: Sequence[Outcome]) -> Outputs:

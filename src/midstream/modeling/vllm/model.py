@@ -24,6 +24,9 @@ from midstream.modeling.vllm.limits import NAMES as LIMITS
 from midstream.modeling.vllm.limits import Limits
 from midstream.modeling.vllm.locations import EngineModel
 from midstream.modeling.vllm.modes import on_loop, sync_only
+from midstream.modeling.vllm.remote.aio import AsyncServer
+from midstream.modeling.vllm.remote.model import NO_ENGINE, Elsewhere, refuse_local
+from midstream.modeling.vllm.remote.waiting import refuse_blocking
 from midstream.modeling.vllm.session import Session, Sessions
 from midstream.modeling.vllm.stats import Stats
 from midstream.modeling.vllm.stored import Stored, Storing, no_objects
@@ -39,7 +42,7 @@ _OURS = ("batch_invariant", "dispatch", "mode", "rename", "taps", *LIMITS)
 """Arguments of a model that are no engine's."""
 
 
-class VLLM(Asynchronous, Generating, Editable, Storing, Sessions, EngineModel):
+class VLLM(Elsewhere, Asynchronous, Generating, Editable, Storing, Sessions, EngineModel):
     """A language model served by vLLM, whose forward passes can be read and edited.
 
     Without ``dispatch`` only the module tree and the tokenizer are made: no weights, no GPU. The
@@ -57,6 +60,8 @@ class VLLM(Asynchronous, Generating, Editable, Storing, Sessions, EngineModel):
             batch; on some GPUs only, and slower.
         block_timeout, max_save_bytes, max_snapshot_bytes, max_write_log_bytes: what a block may
             take, see ``limits.Limits``; a request that goes over one fails, others go on.
+        serve, api_key: address of a midstream server that is to run everything, and a key for it.
+            The tree is the server's; no engine is built here, and vLLM need not be installed.
         max_graphs, max_graph_bytes: CUDA graphs of decode steps with blocks that are kept, and
             bytes of GPU memory for them, see ``limits.Limits``.
         engine: vLLM's own engine arguments (`dtype`, `max_model_len`, `gpu_memory_utilization`...).
@@ -83,15 +88,25 @@ class VLLM(Asynchronous, Generating, Editable, Storing, Sessions, EngineModel):
         dispatch: bool = False,
         rename: Mapping[str, str | list[str]] | None = None,
         batch_invariant: bool = False,
+        serve: str | None = None,
+        api_key: str | None = None,
         **engine: Any,
     ):
         self.repo = str(repo)
         args.check_mode(mode)
         self.mode = mode
+        self._servers = {}
         self._engine = self._async_engine = None
         self._lock = threading.RLock()  # an engine runs one trace; other threads wait
         self._session: Session | None = None
+        self.taps: tuple[str, ...] = tuple(taps)
         self._edits, self._stored = EditRegistry(self), no_objects()
+        self._tokenizer: Any = None
+        if serve is not None:
+            refuse_local(dispatch, rename, engine)
+            super().__init__(self._tree_from(serve, api_key))
+            return
+        self._server(None, api_key)  # refuses a key without a server
         self._vllm = bootstrap.installed()
         bootstrap.refuse_old_runner()
         if batch_invariant:
@@ -104,7 +119,6 @@ class VLLM(Asynchronous, Generating, Editable, Storing, Sessions, EngineModel):
             raise UnsupportedError(
                 "taps= is not supported yet: leave it out, every location is served."
             )
-        self.taps: tuple[str, ...] = tuple(taps)
         bootstrap.prepare_process(self._vllm)
         limits = Limits.taken_from(engine)
         self._settings = _with_ours(
@@ -117,7 +131,6 @@ class VLLM(Asynchronous, Generating, Editable, Storing, Sessions, EngineModel):
             of_model = {name: engine[name] for name in engine.keys() - of_async}
             root, self._model_config = meta.build(self.repo, of_model)
         super().__init__(root, rename)
-        self._tokenizer: Any = None
         if dispatch:
             self.dispatch()
 
@@ -140,6 +153,8 @@ class VLLM(Asynchronous, Generating, Editable, Storing, Sessions, EngineModel):
         Raises:
             EngineBuildError: it did not come up; the text holds the root cause.
         """
+        if self._is_elsewhere:
+            raise UnsupportedError(NO_ENGINE)
         with self._lock:
             if self.mode == "async":
                 self._dispatch_async()
@@ -167,6 +182,9 @@ class VLLM(Asynchronous, Generating, Editable, Storing, Sessions, EngineModel):
         with self._lock:
             for engine in self._let_go():
                 engine.close()
+        for server in self._let_go_of_servers():
+            if not isinstance(server, AsyncServer):
+                server.close()
 
     def _let_go(self) -> list[Engine | AsyncEngine]:
         """Forget the engine, which is given, and what was installed in it."""
@@ -190,7 +208,7 @@ class VLLM(Asynchronous, Generating, Editable, Storing, Sessions, EngineModel):
     @property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer as vLLM resolves it; None with `skip_tokenizer_init`."""
-        if self._tokenizer is None:
+        if self._tokenizer is None and not self._is_elsewhere:
             self._tokenizer = tokenizer_of(self._model_config)
         return self._tokenizer
 
@@ -226,6 +244,9 @@ class VLLM(Asynchronous, Generating, Editable, Storing, Sessions, EngineModel):
         *more: Any,
         block: Callable[..., Any] | None = None,
         run: bool = True,
+        serve: str | None = None,
+        api_key: str | None = None,
+        blocking: bool = True,
         **settings: Any,
     ) -> Tracer:
         """Run one prompt with a block beside its forward passes, or several in invokes.
@@ -237,6 +258,9 @@ class VLLM(Asynchronous, Generating, Editable, Storing, Sessions, EngineModel):
             more: nothing; several prompts take an invoke each.
             block: a function ``block(model, tracer)`` to run in place of a `with` body.
             run: False captures only, for ``tracer.to_bytes()``; no engine is needed.
+            serve, api_key: address of a midstream server that is to run it, and a key for it; this
+                model's own engine by default. No engine is built here.
+            blocking: False, with ``serve``, returns at once; see ``tracer.collect()``.
             settings: vLLM's sampling settings (`temperature`, `max_tokens` or `max_new_tokens`,
                 `seed`, ...), `lora_request`, and `edits`: names of the installed edits to run
                 beside those without a name; all run without it. With mode="async" also
@@ -252,19 +276,26 @@ class VLLM(Asynchronous, Generating, Editable, Storing, Sessions, EngineModel):
             TypeError: an unknown setting, or a block that is no function.
             ValueError: no installed edit has one of the names.
             InterventionError: the block, or an edit, failed (at the end of the `with`).
+            ServerError: the server cannot be reached, or refuses.
         """
-        args.check_settings(settings, streams=self.mode == "async" or not run)
-        if run:
+        self._check_settings(settings, streams=self.mode == "async" or not run)
+        server = self._server(serve, api_key)
+        if not blocking:
+            refuse_blocking(server, self.mode)
+        if run and server is None:
             self._edits.chosen(settings.get("edits"))
         if prompt is None and block is not None:
             raise PromptError("trace(block=...) needs a prompt.")
         checked = None if prompt is None else self._prompt(prompt, more)
         tracer = Tracer(self, checked, settings, run=run)
+        tracer._server, tracer._blocking = server, blocking
         if block is not None:
             tracer._take(Block(function=block))
         return tracer
 
     def _prompt(self, prompt: Any, more: tuple[Any, ...]) -> dict[str, Any]:
+        if self._is_elsewhere and prompts.is_chat(prompt) and not more:
+            return {"messages": list(prompt)}  # the server has the template
         return prompts.single(prompt, self.tokenizer, more)
 
     def run(self, data: bytes) -> Tracer:

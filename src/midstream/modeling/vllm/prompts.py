@@ -42,13 +42,20 @@ def single(prompt: Any, tokenizer: Any, more: Sequence[Any] = ()) -> dict[str, A
     if hasattr(prompt, "tolist"):
         prompt = prompt.tolist()
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-        if prompt and all(isinstance(item, Mapping) and "role" in item for item in prompt):
+        if is_chat(prompt):
             return _chat(prompt, tokenizer)
         return {"prompt_token_ids": _ids(list(prompt))}
     raise PromptError(
         f"A prompt is text, token ids, a tokenizer's output, chat messages or vLLM's prompt "
         f"dictionary; got {type(prompt).__name__}."
     )
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether a prompt is chat messages."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes):
+        return False
+    return bool(prompt) and all(isinstance(item, Mapping) and "role" in item for item in prompt)
 
 
 def _filled(prompt: Any) -> Any:

@@ -17,7 +17,6 @@ from midstream.errors import (
 from midstream.interleaving.caches import Cache  # its class has to be loaded when one comes home
 from midstream.modeling.capturing import Capturing, at_once
 from midstream.modeling.merging import merge
-from midstream.modeling.vllm.arguments import check_settings
 from midstream.modeling.vllm.data import Request, write
 from midstream.modeling.vllm.failures import report
 from midstream.modeling.vllm.invoke import Invoke
@@ -25,6 +24,7 @@ from midstream.modeling.vllm.ledger import Outcome
 from midstream.modeling.vllm.modes import async_only
 from midstream.modeling.vllm.outputs import attach_edits, edit_records
 from midstream.modeling.vllm.payloads import Record
+from midstream.modeling.vllm.remote.waiting import Waiting
 from midstream.modeling.vllm.unsupported import BARRIER
 from midstream.tracing import Block, Execution, bind
 from midstream.tracing.sharing import Sharing
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from midstream.modeling.vllm.model import VLLM
 
 
-class Tracer(Capturing):
+class Tracer(Waiting, Capturing):
     """What `model.trace(...)` gives.
 
     As a context manager it captures the body of its `with` statement, runs it in the engine, and
@@ -65,6 +65,7 @@ class Tracer(Capturing):
         self._outside: Mapping[str, Any] = {}
         self._collecting: dict[str, Any] | None = None
         self._backend: Backend | None = None
+        self._server: Any = None  # a `Server`, or an `AsyncServer` of a model on an event loop
         self.saves: dict[str, Any] = {}
         self.result: Any = None
 
@@ -135,8 +136,9 @@ class Tracer(Capturing):
                 "prompt: `with model.trace() as tracer:`."
             )
         checked = None if prompt is None else self._model._prompt(prompt, more)
-        check_settings(settings, streams=self._model.mode == "async" or not self._run)
-        if self._run:
+        streams = self._model.mode == "async" or not self._run
+        self._model._check_settings(settings, streams=streams)
+        if self._run and self._server is None:
             self._model._edits.chosen(settings.get("edits"))
         return Invoke(self, checked, settings)
 
@@ -200,8 +202,12 @@ class Tracer(Capturing):
         if self._model.mode == "async":
             self._backend = self._model._launch(self, self._requests, shared)
             return
+        if not self._blocking:
+            self._start(self._requests, shared)
+            return
         try:
-            outcomes = self._model._submit(self._requests)
+            run = self._model._submit if self._server is None else self._server.run
+            outcomes = run(self._requests)
         except EngineDeadError as dead:
             where = "; ".join(dict.fromkeys(request.where for request in self._requests))
             raise EngineDeadError(f"{dead} The block that ran: {where}.") from dead.__cause__

@@ -45,13 +45,14 @@ ASYNC_SESSION = (
 _ELSEWHERE = {
     "remote": (
         "`remote=` is not supported: there is no hosted service to send the block to. A server of "
-        "your own is named with `serve=`; that is not built yet, so leave both out and the block "
-        "runs in this model's engine."
+        "your own, started with `midstream serve MODEL`, is named with `serve=`: "
+        "`model.trace(prompt, serve='http://localhost:8000')`."
     ),
     "serve": (
-        "`serve=` is not supported yet: there is no midstream server. Leave it out, and the block "
-        "runs in this model's engine."
+        "`serve=` belongs to `model.trace(...)`, `model.generate(...)`, `model.edit(...)` or "
+        "`VLLM(...)`: the requests of one trace go to one server."
     ),
+    "api_key": "`api_key=` belongs where `serve=` does: to `model.trace(...)` or `VLLM(...)`.",
 }
 """Keywords that name another place for a block to run."""
 

@@ -7,10 +7,8 @@ from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from midstream.modeling.vllm.asynchronous.engine import AsyncEngine
 from midstream.modeling.vllm.asynchronous.flight import Flight
 from midstream.modeling.vllm.failures import report
-from midstream.modeling.vllm.ledger import Submission
 from midstream.modeling.vllm.outputs import attach_new_saves, attach_saves
 
 if TYPE_CHECKING:
@@ -37,23 +35,26 @@ class Backend:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: Any,
         tracer: Tracer,
-        submissions: Sequence[Submission],
+        submissions: Sequence[Any],
         shared: Mapping[str, Any],
     ):
-        from vllm.sampling_params import RequestOutputKind
-
         self._engine, self._tracer, self._shared = engine, tracer, shared
         self._pending: dict[int, Any] = {}
         self._news = asyncio.Event()
         self._taken = False
         self._left = len(submissions)
         self._last = 0
-        self._flight = Flight(
-            engine, submissions, RequestOutputKind.CUMULATIVE, self._on_output, self._on_settled
-        )
-        self._task = engine.spawn(self._run())
+        self._flight = self._sent(submissions)
+        self._task: asyncio.Task[None] = engine.spawn(self._run())
+
+    def _sent(self, submissions: Sequence[Any]) -> Any:
+        """The requests, on their way."""
+        from vllm.sampling_params import RequestOutputKind
+
+        kind = RequestOutputKind.CUMULATIVE
+        return Flight(self._engine, submissions, kind, self._on_output, self._on_settled)
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._drain().__await__()

@@ -15,6 +15,7 @@ from midstream.modeling.vllm.asynchronous.flight import Flight
 from midstream.modeling.vllm.data import Request
 from midstream.modeling.vllm.ledger import Outcome, Submission
 from midstream.modeling.vllm.modes import async_only
+from midstream.modeling.vllm.remote.aio import AsyncServer, RemoteBackend
 from midstream.modeling.vllm.sending import Sending
 from midstream.modeling.vllm.stats import Stats
 
@@ -33,6 +34,7 @@ class Asynchronous(Sending):
     _vllm: bootstrap.Installed
     _invariant: bool
     _let_go: Callable[[], list[Engine | AsyncEngine]]
+    _let_go_of_servers: Callable[[], list[Any]]
 
     async def astats(self) -> Stats:
         """As ``stats`` of a model that is not asynchronous; running traces go on meanwhile.
@@ -58,6 +60,8 @@ class Asynchronous(Sending):
             engine.bind()
             self._let_go()
             await engine.aclose()
+        for server in self._let_go_of_servers():
+            await server.aclose()
 
     async def __aenter__(self) -> Self:
         async_only(self.mode, "async with VLLM(...)", "with VLLM(...)")
@@ -113,6 +117,8 @@ class Asynchronous(Sending):
         self, tracer: Tracer, requests: Sequence[Request], shared: Mapping[str, Any]
     ) -> Backend:
         """Send the requests of a trace."""
+        if isinstance(tracer._server, AsyncServer):
+            return RemoteBackend(tracer._server, tracer, requests, shared)
         engine, submissions = self._prepared(requests)
         return Backend(engine, tracer, submissions, shared)
 

@@ -13,7 +13,7 @@ none can be left behind by a client that received it.
 
 from __future__ import annotations
 
-from midstream.modeling.vllm.payloads.codec import pack, unpack
+from midstream.modeling.vllm.payloads.codec import pack, pack_apart, unpack, unpack_apart
 from midstream.modeling.vllm.payloads.record import (
     BlockError,
     BlockWarning,
@@ -22,4 +22,14 @@ from midstream.modeling.vllm.payloads.record import (
     Record,
 )
 
-__all__ = ["BlockError", "BlockWarning", "OnDevice", "Print", "Record", "pack", "unpack"]
+__all__ = [
+    "BlockError",
+    "BlockWarning",
+    "OnDevice",
+    "Print",
+    "Record",
+    "pack",
+    "pack_apart",
+    "unpack",
+    "unpack_apart",
+]

@@ -63,10 +63,46 @@ def unpack(data: bytes) -> list[Record]:
     Raises:
         TransportError: `data` is no such message, or its segment is gone.
     """
+    return _records(_message(data))
+
+
+def pack_apart(records: Sequence[Record]) -> tuple[bytes, bytearray]:
+    """Write records for another machine: the message, and the bytes of its tensors apart from it.
+
+    Whoever sends them need not copy them into one, see ``unpack_apart``.
+    """
+    buffers = Buffers()
+    with _uncollected():
+        nodes = [_record_node(record, buffers) for record in records]
+        data = buffers.read()
+    return _ENCODER.encode(Message(nodes, buffers.sizes, bytearray(), [])), data
+
+
+def unpack_apart(message: bytes, data: memoryview) -> list[Record]:
+    """Read, as ``unpack``, what ``pack_apart`` wrote elsewhere: no shared memory belongs to it.
+
+    Args:
+        message: the message.
+        data: the bytes of its tensors, writable; the tensors are views of it.
+
+    Raises:
+        TransportError: there is no such message, or it names shared memory.
+    """
+    found = _message(message)
+    if found.parts or found.inline:
+        raise TransportError("a message from elsewhere names shared memory of this machine")
+    found.inline = data  # type: ignore[assignment]  # which holds bytes too, and is not copied
+    return _records(found)
+
+
+def _message(data: bytes) -> Message:
     try:
-        message = _DECODER.decode(data)
+        return _DECODER.decode(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise TransportError(f"not a message of midstream's engine half: {error}") from error
+
+
+def _records(message: Message) -> list[Record]:
     # Tensors made in inference mode could not be used in autograd afterwards.
     with _uncollected(), torch.inference_mode(False):
         found = Bytes(message)
