@@ -1,7 +1,7 @@
-"""The command line: ``midstream demo-model`` and ``midstream doctor``.
+"""The command line: ``midstream serve``, ``midstream demo-model`` and ``midstream doctor``.
 
-Nothing here imports torch, transformers or vLLM: a command answers at once, and what must be
-imported to be checked is imported by a child process.
+Nothing here but ``serve`` imports torch, transformers or vLLM: a command answers at once, and what
+must be imported to be checked is imported by a child process.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ app = typer.Typer(
     help="midstream: read and edit a language model mid-forward, while vLLM serves it.",
     no_args_is_help=True,
     add_completion=False,
+    pretty_exceptions_enable=False,  # a server's log is read by programs
 )
 
 
@@ -39,6 +40,27 @@ def demo_model(
         notes.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
     typer.echo(path)
+
+
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],  # vLLM's parser, which knows the flags, answers `--help`
+    }
+)
+def serve(context: typer.Context) -> None:
+    """Serve a model: `midstream serve MODEL [flags of vllm serve]`; `--help` lists the flags."""
+    from midstream.errors import MidstreamError
+
+    try:
+        from midstream.serve.server import main
+
+        main(context.args)
+    except (MidstreamError, ModuleNotFoundError, ValueError) as error:
+        notes = Console(stderr=True)
+        notes.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
 
 
 @app.command()

@@ -1,0 +1,1 @@
+"""midstream over HTTP: vLLM's OpenAI-compatible server with blocks. Its client is `serve=`."""
