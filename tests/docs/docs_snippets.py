@@ -15,11 +15,11 @@ import io
 import linecache
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 
 FENCE = re.compile(r"^```python[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 PRINTS = "# prints:"
@@ -49,12 +49,24 @@ def snippets(page: Path) -> list[Snippet]:
     ]
 
 
-def run_page(page: Path) -> int:
-    """Run all blocks of a page and compare what they print; returns how many there were."""
+def run_page(page: Path, replacing: Mapping[str, str] = MappingProxyType({})) -> int:
+    """Run all blocks of a page and compare what they print; returns how many there were.
+
+    Args:
+        page: the page.
+        replacing: texts to put in place of others, such as the address of a server.
+    """
     with _page_module(page) as module, asyncio.Runner() as runner:
-        found = snippets(page)
+        found = [_replaced(snippet, replacing) for snippet in snippets(page)]
         run_snippets(found, module, runner)
     return len(found)
+
+
+def _replaced(snippet: Snippet, replacing: Mapping[str, str]) -> Snippet:
+    code = snippet.code
+    for before, after in replacing.items():
+        code = code.replace(before, after)
+    return Snippet(snippet.page, snippet.line, code)
 
 
 def run_snippets(found: list[Snippet], module: ModuleType, runner: asyncio.Runner) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_CODE = [page for page in PAGES if snippets(page)]
 # arguments that leave the shared engine the right one; any other is the real constructor's
+SERVER = "http://localhost:8000"
 SHARED = {"dtype", "max_model_len", "dispatch", "kv_cache_memory_bytes"}
 
 
@@ -38,6 +39,19 @@ def shared_engine(demo_engine: Any, demo_path: Path, monkeypatch: pytest.MonkeyP
     return demo_engine
 
 
+@pytest.fixture(scope="module")
+def demo_server(demo_path: Path) -> Iterator[str]:
+    """Address of a server of the demo model, as the page on serving starts it."""
+    from tests.serve.process import Server
+
+    flags = ("--dtype", "float32", "--max-model-len", "512", "--api-key", "secret")
+    made = Server("--kv-cache-memory-bytes", str(1 << 29), model=str(demo_path), flags=flags)
+    try:
+        yield made.wait().url
+    finally:
+        made.end()
+
+
 def _demo(folder: Path, repo: str, **arguments: Any) -> Any:
     """A HuggingFace model whose repository is the demo model's folder."""
     from midstream.modeling.transformers import TransformersModel
@@ -46,9 +60,11 @@ def _demo(folder: Path, repo: str, **arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
-def test_page_runs(page: Path, shared_engine: Any) -> None:
+def test_page_runs(page: Path, shared_engine: Any, request: pytest.FixtureRequest) -> None:
     """The blocks of a page run in order, as one program, and print what the page says (case 47)."""
-    assert run_page(page) > 0
+    served = any(SERVER in snippet.code for snippet in snippets(page))
+    replacing = {SERVER: request.getfixturevalue("demo_server")} if served else {}
+    assert run_page(page, replacing) > 0
 
 
 def test_pages_with_code_are_found() -> None:
