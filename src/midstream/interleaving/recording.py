@@ -56,6 +56,22 @@ class Wanted:
         return frozenset(Location(path, side) for path in self.paths for side in self.sides)
 
 
+def wanted(
+    device: torch.device | str | None,
+    *,
+    include_output: bool,
+    include_inputs: bool,
+    **others: Any,
+) -> dict[str, Any]:
+    """The fields of ``Wanted`` beside the paths, from the arguments of `tracer.cache`."""
+    sides = {"output": include_output, "input": include_inputs}
+    return {
+        "sides": frozenset(side for side, included in sides.items() if included),
+        "device": None if device is None else torch.device(device),
+        **others,
+    }
+
+
 def open_cache(run: Run, tree: Tree, modules: Any, wanted: dict[str, Any]) -> Cache:
     """Begin to record for a block, in this step and all later ones of its request.
 

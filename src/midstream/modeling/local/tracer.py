@@ -13,7 +13,7 @@ from midstream.errors import NotInTraceError, PromptError, UnsupportedError
 from midstream.interleaving.barriers import Barrier
 from midstream.interleaving.caches import Cache
 from midstream.interleaving.gradients import BackwardPass, backward
-from midstream.interleaving.recording import open_cache
+from midstream.interleaving.recording import open_cache, wanted
 from midstream.interleaving.run import current_run, running
 from midstream.interleaving.steps import Steps
 from midstream.modeling.capturing import Capturing
@@ -213,16 +213,15 @@ class Tracer(Capturing):
         Raises:
             ValueError: the block has read or written something already, or there is no such module.
         """
-        sides = {"output": include_output, "input": include_inputs}
-        wanted = {
-            "sides": frozenset(side for side, included in sides.items() if included),
-            "device": None if device is None else torch.device(device),
-            "dtype": dtype,
-            "non_blocking": non_blocking,
-            "detach": detach,
-        }
-        run = current_run("`tracer.cache()`")
-        return save(open_cache(run, self._model.tree, modules, wanted))
+        fields = wanted(
+            device,
+            include_output=include_output,
+            include_inputs=include_inputs,
+            dtype=dtype,
+            non_blocking=non_blocking,
+            detach=detach,
+        )
+        return save(open_cache(current_run("`tracer.cache()`"), self._model.tree, modules, fields))
 
     def __getattr__(self, name: str) -> Any:
         if name == "backend":

@@ -9,7 +9,7 @@ import torch
 from midstream.errors import UnsupportedError
 from midstream.interleaving.caches import Cache
 from midstream.interleaving.node import Tree
-from midstream.interleaving.recording import open_cache
+from midstream.interleaving.recording import open_cache, wanted
 from midstream.interleaving.run import current_run
 from midstream.modeling.vllm.results import Result
 from midstream.modeling.vllm.unsupported import BARRIER, EDIT_RESULT
@@ -56,14 +56,14 @@ class Controls:
         Raises:
             ValueError: the block has read or written something already, or there is no such module.
         """
-        sides = {"output": include_output, "input": include_inputs}
-        wanted = {
-            "sides": frozenset(side for side, included in sides.items() if included),
-            "device": None if device is None else torch.device(device),
-            "dtype": dtype,
-            "non_blocking": non_blocking,
-        }
-        return save(open_cache(current_run("`tracer.cache()`"), self._tree, modules, wanted))
+        fields = wanted(
+            device,
+            include_output=include_output,
+            include_inputs=include_inputs,
+            dtype=dtype,
+            non_blocking=non_blocking,
+        )
+        return save(open_cache(current_run("`tracer.cache()`"), self._tree, modules, fields))
 
     @property
     def result(self) -> Result:
