@@ -29,6 +29,10 @@ class PlainRecorder:
         self._held.append(tensor)
         return tensor
 
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy."""
+        return tensor.clone()
+
     def pause(self, serve: Callable[[], None]) -> None:
         """Serve at once."""
         self.breaks += 1
@@ -36,7 +40,8 @@ class PlainRecorder:
 
     def run(self, tapped: Tapped, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """The forward with its breaks."""
-        value = tapped.record(self, forward, kwargs)
+        tokens = next(len(x) for x in kwargs.values() if isinstance(x, torch.Tensor))
+        value = tapped.record(self, forward, kwargs, (tokens,))
         kept = {_memory(x) for x in [value, *kwargs.values()] if isinstance(x, torch.Tensor)}
         for tensor in self._held:
             if _memory(tensor) not in kept and tensor.is_floating_point():

@@ -64,6 +64,10 @@ class Again:
         if event.writes:
             self._puts.setdefault(location, []).append(event.writes)
 
+    def has_writes_at(self, location: Location) -> bool:
+        """Whether something was written at a place."""
+        return location in self._puts
+
     def spare(self, leaf: torch.Tensor) -> None:
         """Keep an input of the forward as it is before it is written to."""
         at = leaf.data_ptr()

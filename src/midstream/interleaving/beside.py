@@ -269,7 +269,7 @@ class LocalInterleaver(Interleaver):
             held = run.held
             run.resume()
             if held is not None and held.event is self._open and not held.is_as_read:
-                self._serving.settle(run, held)
+                self.serving.settle(run, held)
                 changed = True
             self.after(run)
         return changed

@@ -22,6 +22,7 @@ from midstream.interleaving.events import Check, Event
 from midstream.interleaving.indices import IndexCheck, Limit
 from midstream.interleaving.locations import ENGINE_ORDER, SKIP, Location
 from midstream.interleaving.neutral import NEUTRAL
+from midstream.interleaving.offers import Offer
 from midstream.interleaving.order import Order
 from midstream.interleaving.recording import Recordings
 from midstream.interleaving.replacing import Replacing
@@ -74,7 +75,7 @@ class Interleaver:
         self._replays, self.logged = Replays(), False
         self.around_calls: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.tapping, self.asking = Tapping(self), Asking(self)
-        self._serving = Serving(self)
+        self.serving = Serving(self)
         self.in_forward = False
         self.in_step = False
         self.starting = False  # whether blocks execute up to their first access, one by one
@@ -107,6 +108,7 @@ class Interleaver:
         run.interleaver = self
         run.visited.clear()
         run.replaced.clear()
+        run.wrote.clear()
         if not run.started or (run.awaited is not None and run.awaited <= run.visit):
             self._turn(run)
         if run.recorders and run.records:
@@ -179,6 +181,27 @@ class Interleaver:
         if location.path in self._recording:
             self._record(location, value)
         return value
+
+    def offer(self, offers: Sequence[Offer]) -> None:
+        """Serve values that the forward has passed and that were kept of it, in its order."""
+        self.tapping.offers.serve(offers, in_turns=self._in_turns)
+
+    def take_waiting(self, places: Iterable[Location]) -> list[Run]:
+        """The blocks that wait at some locations, for one who serves them there."""
+        return [run for place in places for run in self._waiting.pop(place, ())]
+
+    def event_for_all(self, location: Location, value: Any) -> Event:
+        """A value of which each block of the step may be given its rows."""
+        spans, check = list(self._rows.values()), self._check(location, value)
+        event = self._event(location, value, spans, self._sizes, check)
+        event.writes = []
+        return event
+
+    def pass_by(self, location: Location, value: Any) -> None:
+        """Note that the step has got to a location where blocks have been served."""
+        self.order.reach(location)
+        if location.path in self._recording:
+            self._record(location, value)
 
     def begin_again(self, places: Iterable[Location]) -> None:
         """Begin the step's forward once more.
@@ -271,18 +294,22 @@ class Interleaver:
         if self._skipping and not (runs := self._seeing(location, runs, rows)):
             return value
         self.order.current = location
-        if self._limit is not None and location.side == "input" and location.within is None:
-            check = IndexCheck(self._modules[location.path], value, self._limit)
+        check = check or self._check(location, value)
         for together in _in_turns(runs) if self._in_turns else (runs,):
             event = self._event(location, value, [rows[run] for run in together], sizes, check)
             if self.tapping.again.keeping:
                 event.writes, event.before_write = [], self.tapping.again.spare
-            self._serving.serve(together, location, event, rows)
+            self.serving.serve(together, location, event, rows)
             for span, error in event.flush():
                 _fail([run for run in together if rows[run] == span], error)
             self.tapping.again.keep(location, event)
             value = event.result()
         return value
+
+    def _check(self, location: Location, value: Any) -> Check | None:
+        if self._limit is None or location.side != "input" or location.within is not None:
+            return None
+        return IndexCheck(self._modules[location.path], value, self._limit)
 
     def _maker(self, location: Location) -> Callable[[Any, Sequence[Rows]], Event]:
         return lambda value, spans: self._event(location, value, spans, self._sizes)
@@ -438,6 +465,16 @@ class Interleaver:
     def modules(self) -> Mapping[str, torch.nn.Module]:
         """The model's modules by path."""
         return self._modules
+
+    @property
+    def runs(self) -> Sequence[Run]:
+        """The blocks of the step."""
+        return self._runs
+
+    @property
+    def rows(self) -> Mapping[Run, Rows]:
+        """Each block's rows, in the part of the step under way."""
+        return self._rows
 
     @property
     def limit(self) -> Limit | None:

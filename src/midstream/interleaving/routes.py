@@ -31,18 +31,24 @@ class Needs(NamedTuple):
     Attributes:
         locations: where blocks meet it.
         replaced: leaves of their values in whose place a block gives the model another tensor.
+        written: where a block changes what the model goes on with; elsewhere it only reads.
     """
 
     locations: frozenset[Location] = frozenset()
     replaced: frozenset[Leaf] = frozenset()
+    written: frozenset[Location] = frozenset()
 
     def within(self, other: Needs) -> bool:
         """Whether another one's offer is enough."""
-        return self.locations <= other.locations and self.replaced <= other.replaced
+        return all(mine <= its for mine, its in zip(self, other, strict=True))
 
     def joined(self, other: Needs) -> Needs:
         """What both need."""
-        return Needs(self.locations | other.locations, self.replaced | other.replaced)
+        return Needs(
+            self.locations | other.locations,
+            self.replaced | other.replaced,
+            self.written | other.written,
+        )
 
 
 class Guess(NamedTuple):
@@ -84,6 +90,7 @@ class Route:
         self,
         visited: Set[Location],
         replaced: Set[Leaf],
+        written: Set[Location],
         is_behind: Callable[[Location], bool],
     ) -> None:
         """Take in what was met in a step.
@@ -91,15 +98,18 @@ class Route:
         Args:
             is_behind: whether a location is behind the forward, where nothing is prepared.
         """
-        if self.seen >= visited and self.needs.replaced >= replaced:
+        before = self.needs
+        if (
+            self.seen >= visited
+            and before.replaced >= replaced
+            and before.written >= {location for location in written if not is_behind(location)}
+        ):
             return
         self.seen |= visited
-        before, self.needs = (
-            self.needs,
-            Needs(
-                frozenset(location for location in self.seen if not is_behind(location)),
-                self.needs.replaced.union(replaced),
-            ),
+        self.needs = Needs(
+            frozenset(location for location in self.seen if not is_behind(location)),
+            before.replaced.union(replaced),
+            before.written.union(place for place in written if not is_behind(place)),
         )
         self.changes += self.needs != before
         self.preparable = all(map(_can_be_prepared, self.needs.locations))

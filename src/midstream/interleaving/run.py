@@ -8,7 +8,7 @@ from _thread import get_ident
 from collections.abc import Callable
 from contextlib import nullcontext
 from time import monotonic
-from types import CodeType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import greenlet
@@ -27,6 +27,7 @@ from midstream.interleaving.watchdog import ATTEMPTS, WATCHDOG, Clock, TimeUp
 
 if TYPE_CHECKING:
     from midstream.interleaving.interleaver import Interleaver
+    from midstream.interleaving.offers import Offers
     from midstream.interleaving.recording import Recorder
     from midstream.interleaving.replays import WriteLog
     from midstream.interleaving.served import Served
@@ -120,6 +121,8 @@ class Run:
             thread has to be exchanged around its visits.
         visited: locations that it has met in this step.
         replaced: leaves of their values in whose place it has given the model another tensor.
+        wrote: locations where it has changed what the model goes on with.
+        offers: gives it, while it executes, what the forward has passed and kept.
         uses_source: whether the block may ask for operations inside a forward.
         snapshots: the values it was given and still holds.
         log: keeps what it writes, if its request may be run anew.
@@ -166,6 +169,8 @@ class Run:
         self.plain = False
         self.visited: set[Location] = set()
         self.replaced: set[tuple[Location, int]] = set()
+        self.wrote: set[Location] = set()
+        self.offers: Offers | None = None
         self.uses_source = False
         self._marked: tuple[Location, CodeType | None, int] | None = None
         self.snapshots = snapshots or Snapshots()
@@ -395,7 +400,14 @@ class Run:
         """
         if location == self.place and self.served is not None:
             return self.served
+        if self.offers is not None and (given := self.offers.give(self, location)) is not None:
+            self._mark(location, sys._getframe(1))
+            return given
         return self._wait(location)
+
+    def _mark(self, location: Location, frame: FrameType) -> None:
+        found = user_frame(frame)
+        self._marked = (location, found.f_code, found.f_lasti) if found else (location, None, 0)
 
     def _wait(self, location: Location) -> Served:
         frame = user_frame(sys._getframe(2))

@@ -43,6 +43,7 @@ class Served:
 
     Attributes:
         replaced: leaves in whose place the block has given the model another tensor.
+        wrote: whether the block has changed what the model goes on with.
     """
 
     # Here and not set for each: there may be thousands of them in a step, and most are only read.
@@ -53,6 +54,7 @@ class Served:
     _refused: Mapping[int, int] = MappingProxyType({})
     _counted = False
     replaced: tuple[int, ...] = ()
+    wrote = False
 
     def __init__(
         self,
@@ -94,6 +96,18 @@ class Served:
         if self._mine is None:
             return not self._assigned
         return self._counted and list(map(_version_of, self._mine)) == self._versions
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the block has changed something that was not taken back yet; or may have."""
+        if self.is_as_read:
+            return False
+        if self._assigned or self._event.has_items:
+            return True
+        return any(
+            isinstance(mine, torch.Tensor) and self._changed(index, mine)
+            for index, mine in enumerate(self._mine or ())
+        )
 
     def _read_leaves(self) -> list[Any]:
         mine = [self._own(index) for index in range(len(self._event.leaves))]
@@ -190,6 +204,7 @@ class Served:
             self._refused = {i: v for i, v in self._refused.items() if i != index}
 
     def _put(self, index: int, value: torch.Tensor, *, replace: bool) -> None:
+        self.wrote = True
         event, edit = self._event, Edit(self._rows, value, self._location, replace, self._log)
         if not replace:
             event.edit(index, edit)

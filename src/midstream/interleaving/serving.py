@@ -62,8 +62,7 @@ class Serving:
             run.resume_plainly()
             if not served.is_as_read:
                 self.settle(run, served)
-            if served.replaced:
-                run.replaced.update((location, leaf) for leaf in served.replaced)
+                self.note(run, location, served)
             run.place = run.served = None
             wanted = run.wanted
             if wanted is last and wanted is not None and not run.uses_source and not run.done:
@@ -83,9 +82,15 @@ class Serving:
             self.settle(run, served)
         finally:
             run.place = run.served = None
-            if served.replaced:
-                run.replaced.update((location, leaf) for leaf in served.replaced)
+            self.note(run, location, served)
         at.after(run)
+
+    def note(self, run: Run, location: Location, served: Served) -> None:
+        """Note what a block has changed at a location, for the steps to come."""
+        if served.wrote:
+            run.wrote.add(location)
+        if served.replaced:
+            run.replaced.update((location, leaf) for leaf in served.replaced)
 
     def settle(self, run: Run, served: Served) -> None:
         """Take back what a block has changed; the error of a write that fails is the block's."""

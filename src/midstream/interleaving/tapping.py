@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from midstream.interleaving.again import Again
 from midstream.interleaving.copies import Rows
 from midstream.interleaving.locations import Location
+from midstream.interleaving.offers import Offers
 from midstream.interleaving.routes import Guess, Needs, Routes
 from midstream.interleaving.run import Run
 
@@ -26,13 +27,17 @@ class Tapping:
     Attributes:
         routes: which locations the codes of blocks visit.
         again: what is needed to run the step's forward once more.
-        has_missed: whether a block waits for what the recorded forward has no break for.
+        offers: gives blocks what recorded forwards have kept.
+        has_missed: whether a block waits for what the recorded forward does not offer, or has
+            written where it has no break.
     """
 
     def __init__(self, interleaver: Interleaver):
         self._interleaver = interleaver
         self.routes, self.again = Routes(), Again()
+        self.offers = Offers(interleaver)
         self.has_missed = False
+        self._late: set[Location] = set()
         self._tapped: Tapped | None = None
 
     def guess(self, runs: Sequence[Run]) -> Guess | None:
@@ -53,7 +58,8 @@ class Tapping:
         behind = self._interleaver.order.is_behind_forward
         for run in runs:
             if run.visit and run.code is not None:
-                self.routes.of(run.code).learn(run.visited, run.replaced, behind)
+                route = self.routes.of(run.code)
+                route.learn(run.visited, run.replaced, run.wrote, behind)
 
     @contextmanager
     def phase(
@@ -71,6 +77,7 @@ class Tapping:
         Left by ``Missed``, the forward has to be run again: after ``run_again``, by hand.
         """
         self._tapped, self.has_missed, tapped.live = tapped, False, True
+        self._late.clear()
         self.again.begin(inputs)
         try:
             with self._interleaver.phase(rows, sizes, logged=True, by_hand=False):
@@ -93,6 +100,13 @@ class Tapping:
             behind = self._interleaver.order.is_behind_forward(location)
             self.has_missed = self.has_missed or not behind
 
+    def is_late(self, location: Location) -> bool:
+        """Whether a block has written at a location that the recorded forward has passed."""
+        if self.again.has_writes_at(location):
+            self._late.add(location)
+            self.has_missed = True
+        return self.has_missed
+
     def run_again(self, needs: Needs) -> None:
         """Begin the step's forward once more, for the blocks that wait.
 
@@ -100,8 +114,11 @@ class Tapping:
             needs: what the recorded forward had to offer.
         """
         waiting = self._interleaver.waiting_in_forward()
-        missed = [runs for location, runs in waiting if location not in needs.locations]
-        for code in {run.code for runs in missed for run in runs}:
+        missed = [
+            *(run for location, runs in waiting if location not in needs.locations for run in runs),
+            *(run for run in self._interleaver.runs if not self._late.isdisjoint(run.wrote)),
+        ]
+        for code in {run.code for run in missed}:
             self.routes.count_wrong(code)
         self._interleaver.begin_again(self.again.run())
 

@@ -200,6 +200,7 @@ class BlockRunner:
         try:
             with interleaver.tapping.phase(tapped, self._rows, self._sizes, inputs.values()):
                 value = recorded.replay(forward, inputs)
+                tapped.finish()
             self.graphs.counts.replays += 1
             return value
         except Missed:

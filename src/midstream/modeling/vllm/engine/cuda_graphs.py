@@ -70,6 +70,10 @@ class _Segments(BreakableCUDAGraphCapture):  # type: ignore[misc]
         """The tensor's memory, which the graph owns; a reference of ours would pin it."""
         return weak_ref_tensor(tensor)  # type: ignore[no-any-return]
 
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in the graph's memory, which the reference to it keeps for it alone."""
+        return tensor.clone()
+
     def pause(self, serve: Callable[[], None]) -> None:
         """Break the graph here."""
         self.add_eager(serve)
@@ -107,7 +111,8 @@ class CudaGraphs:
                 capture_pool(runner.cudagraph_manager.pool, runner.vllm_config) as pool,
                 _Segments(pool=pool) as segments,
             ):
-                hidden.copy_(tapped.record(segments, runner.model.forward, inputs))
+                value = tapped.record(segments, runner.model.forward, inputs, (count,))
+                hidden.copy_(value)
                 get_offloader().join_after_forward()
         torch.cuda.synchronize()
         taken = before - torch.cuda.mem_get_info()[0]
