@@ -20,6 +20,8 @@ PLAIN = [
     "model.samples[:] = torch.full((1,), 7)",
     "tracer.stop()",
     "best = max(scores, 0)",
+    "rows.append([layer.output[0] for layer in model.model.layers])",
+    "x = sum(h.norm() for h in rows if h is not None)",
 ]
 OTHER = [
     "print('x')",
@@ -41,7 +43,7 @@ OTHER = [
     "x = lambda: 0",
     "def f():\n    pass",
     "class A:\n    pass",
-    "x = [i for i in range(3)]",
+    "x = [print(i) for i in rows]",
     "x = f'{h}'",
     "global y",
     "del x",

@@ -31,6 +31,7 @@ from midstream.interleaving.run import EXCHANGE, Run
 from midstream.interleaving.serving import Serving
 from midstream.interleaving.skips import Skips
 from midstream.interleaving.source import Sources
+from midstream.interleaving.standing import Standing
 from midstream.interleaving.tapping import Tapping
 
 
@@ -75,7 +76,7 @@ class Interleaver:
         self._replays, self.logged = Replays(), False
         self.around_calls: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.tapping, self.asking = Tapping(self), Asking(self)
-        self.serving = Serving(self)
+        self.serving, self.standing = Serving(self), Standing(self)
         self.in_forward = False
         self.in_step = False
         self.starting = False  # whether blocks execute up to their first access, one by one
@@ -96,6 +97,8 @@ class Interleaver:
             with NEUTRAL if all(run.plain for run in runs) else nullcontext():
                 for run in runs:
                     self._begin(run)
+                for location in self.standing.locations:
+                    self._expect(location)
         finally:
             self.starting = False
             EXCHANGE.give(None)
@@ -109,7 +112,8 @@ class Interleaver:
         run.visited.clear()
         run.replaced.clear()
         run.wrote.clear()
-        if not run.started or (run.awaited is not None and run.awaited <= run.visit):
+        enters = not run.started or (run.awaited is not None and run.awaited <= run.visit)
+        if enters and (self._in_turns or not self.standing.take(run)):
             self._turn(run)
         if run.recorders and run.records:
             self._recording.add(run)
@@ -190,6 +194,10 @@ class Interleaver:
         """The blocks that wait at some locations, for one who serves them there."""
         return [run for place in places for run in self._waiting.pop(place, ())]
 
+    def event(self, location: Location, value: Any, spans: Sequence[Rows]) -> Event:
+        """A location's value, for the rows of some requests."""
+        return self._event(location, value, spans, self._sizes)
+
     def event_for_all(self, location: Location, value: Any) -> Event:
         """A value of which each block of the step may be given its rows."""
         spans, check = list(self._rows.values()), self._check(location, value)
@@ -241,8 +249,12 @@ class Interleaver:
         """
         waiting, self._waiting = self._waiting, {}
         self.order.finish_step(learned=learned)
+        self.standing.finish_step()
         if learned:
             self.tapping.learn(self._runs)
+        for run in self._runs if learned else ():
+            if run.edit is not None and run.visit and not run.stood:
+                run.edit.learn(run)
         self._runs = ()
         self._observing = False
         self.in_step = False  # a block that catches the error and asks again is refused at once
@@ -287,6 +299,7 @@ class Interleaver:
             value = self.tapping.again.apply(location, value, self._maker(location))
         if location in self._replays:
             value = self._replays.apply(location, value, self._event, self._sizes)
+        value = self.standing.apply(location, value)
         if not runs:
             return value
         if rows is None:

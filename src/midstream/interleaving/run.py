@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from midstream.interleaving.recording import Recorder
     from midstream.interleaving.replays import WriteLog
     from midstream.interleaving.served import Served
+    from midstream.interleaving.standing import Edit
 
 
 EXCHANGE = Exchange()
@@ -108,6 +109,7 @@ class Run:
         turn: place among the blocks of its request, which are served one after the other.
         wanted: the location the block waits for; None while it executes or when it is done.
         awaited: the step the block waits for, if it does.
+        last_step: the last step of the loop that it is in, if that has an end.
         gets_result: whether the block can be given what the request ended with.
         waits_for_result: whether the block waits for what the request ended with.
         closed: whether the request has ended, so that no further step comes.
@@ -122,6 +124,8 @@ class Run:
         visited: locations that it has met in this step.
         replaced: leaves of their values in whose place it has given the model another tensor.
         wrote: locations where it has changed what the model goes on with.
+        edit: what its loop over steps does in each, if that is one edit and nothing else.
+        stood: whether that has been done in its place, in this step and those before.
         offers: gives it, while it executes, what the forward has passed and kept.
         uses_source: whether the block may ask for operations inside a forward.
         snapshots: the values it was given and still holds.
@@ -171,6 +175,9 @@ class Run:
         self.replaced: set[tuple[Location, int]] = set()
         self.wrote: set[Location] = set()
         self.offers: Offers | None = None
+        self.edit: Edit | None = None
+        self.stood = False
+        self.last_step: int | None = None
         self.uses_source = False
         self._marked: tuple[Location, CodeType | None, int] | None = None
         self.snapshots = snapshots or Snapshots()
@@ -276,6 +283,17 @@ class Run:
         self.seconds += seconds
         clock.in_step += seconds
         clock.total += seconds
+
+    @property
+    def is_at_loop(self) -> bool:
+        """Whether the block waits for the step under way, at the head of a loop that takes it."""
+        last = self.last_step
+        return (
+            self.awaited is not None
+            and self.awaited <= self.visit
+            and (last is None or self.visit < last)  # behind the last turn the block goes on
+            and self.overrun is None
+        )
 
     def begin_step(self) -> None:
         """Begin to count the seconds of another step."""

@@ -36,9 +36,9 @@ class Steps:
 
     def __getitem__(self, which: int | slice | Sequence[int]) -> Iterator[int]:
         steps, asked = self._chosen(which)
-        return self._loop(steps, asked)
+        return self._loop(steps, asked, steps[-1] if isinstance(steps, range) and steps else None)
 
-    def _chosen(self, which: int | slice | Sequence[int]) -> tuple[Iterator[int], int | None]:
+    def _chosen(self, which: int | slice | Sequence[int]) -> tuple[Iterable[int], int | None]:
         """The steps' numbers, and how many they are where that is known.
 
         Raises:
@@ -50,13 +50,19 @@ class Steps:
             if which.stop is None:
                 return count(begin), None
             end = _number(which.stop)
-            return iter(range(begin, end)), max(0, end - begin)
+            return range(begin, end), max(0, end - begin)
         numbers = _numbers(which)
-        return iter(numbers), len(numbers)
+        return numbers, len(numbers)
 
-    def _loop(self, steps: Iterator[int], asked: int | None) -> Iterator[int]:
-        for ran, step in enumerate(steps):
-            if not self._run.enter(step):
+    def _loop(self, which: Iterable[int], asked: int | None, last: int | None) -> Iterator[int]:
+        steps = enumerate(which)
+        for ran, step in steps:
+            self._run.last_step = last
+            goes_on = self._run.enter(step)
+            while self._run.stood and step < self._run.visit + (not goes_on):
+                ran, step = next(steps)  # it has been done in the block's place
+            self._run.stood = False
+            if not goes_on:
                 if asked is not None:
                     text = f"The loop asked for {asked} steps and the request ran {ran} of them. "
                     self._run.warn(text + self._advice, StepsCutShortWarning)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from midstream.tracing.forms import Form
+
 __all__ = ["Block", "Call", "Code", "Compiled"]
 
 
@@ -94,6 +96,7 @@ class Compiled:
         calls: its calls of methods of a name.
         attributes: for outside names used as ``name.attribute`` only, those attributes.
         plain: whether, given plain values, it does nothing but compute; see ``plain``.
+        form: what its loop over steps does, if that is one edit; see ``forms``.
     """
 
     code: CodeType
@@ -103,6 +106,7 @@ class Compiled:
     calls: tuple[Call, ...] = ()
     attributes: Mapping[str, frozenset[str]] = field(default_factory=dict)
     plain: bool = False
+    form: Form | None = None
 
 
 @dataclass

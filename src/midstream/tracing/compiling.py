@@ -12,6 +12,7 @@ from types import CodeType
 from midstream.errors import BlockSyntaxError
 from midstream.tracing import backward
 from midstream.tracing.block import Call, Code, Compiled
+from midstream.tracing.forms import form_of
 from midstream.tracing.mangling import mangle
 from midstream.tracing.names import outside_reads
 from midstream.tracing.plain import is_plain
@@ -57,7 +58,8 @@ def compile_code(code: Code) -> Compiled:
     try:
         body = flatten(parse_block(code).body)
         mangle(body, code.class_name)
-        plain = is_plain(ast.Module(body=body, type_ignores=[]))
+        written = ast.Module(body=body, type_ignores=[])
+        plain, form = is_plain(written), form_of(written)
         saves = find_saves(body)
         body = backward.rewrite_backward(rewrite_saves(body, saves.names))
         module = ast.Module(body=body, type_ignores=[])
@@ -76,6 +78,7 @@ def compile_code(code: Code) -> Compiled:
         find_calls(module),
         _attributes(module, reads),
         plain,
+        form,
     )
 
 

@@ -15,13 +15,14 @@ _SYNTAX = (
     *(ast.Continue, ast.Assign, ast.AugAssign, ast.Name, ast.Attribute, ast.Subscript, ast.Slice),
     *(ast.Constant, ast.Tuple, ast.List, ast.Dict, ast.BinOp, ast.UnaryOp, ast.BoolOp),
     *(ast.Compare, ast.Call, ast.keyword),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.comprehension),
     *(ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop),
 )
 _FUNCTION_NAMES = """
 abs bool dict enumerate float int len list max min range reversed round sum tuple zip
 """
 _METHOD_NAMES = """
-append extend items keys values get save stop skip
+append extend items keys values get save stop skip cache
 clone detach contiguous to cpu cuda float half bfloat16 double long int bool item tolist
 view reshape flatten squeeze unsqueeze transpose permute expand repeat chunk split unbind
 size dim numel mean sum std var norm max min amax amin argmax argmin topk sort cumsum

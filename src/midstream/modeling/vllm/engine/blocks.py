@@ -12,6 +12,7 @@ from midstream.interleaving.printing import Notice
 from midstream.interleaving.replays import WriteLog
 from midstream.interleaving.run import Run
 from midstream.interleaving.snapshots import Snapshots
+from midstream.interleaving.standing import Edit
 from midstream.modeling.dialects import advise_engine
 from midstream.modeling.vllm.engine.commons import Common
 from midstream.modeling.vllm.engine.edits import InstalledEdit
@@ -93,6 +94,9 @@ class HostedBlock:
                 if self._appended is not None:
                     self._appended.begin(name, execution.namespace[name])
         self._execution = execution
+        if self.run.plain and self._block.code is not None:
+            form = self._block.code.compiled().form
+            self.run.edit = Edit(form, execution.namespace) if form is not None else None
         try:
             execution.run()
         except RuntimeError as error:
