@@ -54,7 +54,7 @@ class Decoding:
         self.logs.append(WriteLog())
         run = Run(block, log=self.logs[-1])
         run.plain, run.code = True, "code"
-        run.edit = Edit(form, names) if self._standing else None
+        run.habit = Edit(form, names) if self._standing else None
         self.turns.append(turns)
         self.runs.append(run)
 

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from midstream.tracing.block import Code
-from midstream.tracing.forms import Form
+from midstream.tracing.forms import Form, Gathering
 
 LOOP = "for step in tracer.iter[:]:\n"
 KNOWN = {
@@ -24,7 +24,27 @@ KNOWN = {
     "h = layer.output[0]\nh[:] = h + vector": Form("assigned", "add", "vector", ("vector",), 0),
     "h = layer.output[0]\nh.copy_(vector)": Form("in place", "", "vector", ("vector",), 0),
 }
+READ = "__midstream_read__"
+GATHERED = {
+    "rows.append(layer.output)": f"{READ}(layer, None)",
+    "rows.append(model.layers[3].output[0])": f"{READ}(model.layers[3], 0)",
+    "rows.append((a.output[0], b.output[-1]))": f"({READ}(a, 0), {READ}(b, -1), )",
+    "rows.append([x.output[0] for x in model.layers])": f"[{READ}(x, 0) for x in model.layers]",
+    "rows.append([x.mlp.output for x in layers[2:]])": f"[{READ}(x.mlp, None) for x in layers[2:]]",
+}
 OTHER = [
+    "rows.append(layer.output[0].float())",
+    "rows.append(sum(layer.output))",
+    "rows.append(step)",
+    "rows.append(layers[step].output)",
+    "rows.append([])",
+    "rows.append([x.output for x in layers if x])",
+    "rows.append([x.output for x in layers[k:]])",
+    "rows.append(layer.output)\nother.append(layer.output)",
+    "rows.extend(layer.output)",
+    "self.rows.append(layer.output)",
+    "rows.append(layer.input)",
+    "rows.append(model.logits)",
     "layer.output[0][:] += vector * step",
     "layer.output[0][2:] += vector",
     "layer.output[0][:, 3] += 1",
@@ -45,7 +65,7 @@ OTHER = [
 ]
 
 
-def form(source: str) -> Form | None:
+def form(source: str) -> Form | Gathering | None:
     """The form of a block."""
     indented = textwrap.indent(source, "    ")
     return Code(source=indented, filename="<block>", first_line=2, name="block").compiled().form
@@ -55,6 +75,13 @@ def form(source: str) -> Form | None:
 def test_an_edit_that_is_the_same_in_each_step(body: str) -> None:
     """One statement, or a name for the value and one, is recognised with its operand."""
     assert form(LOOP + textwrap.indent(body, "    ") + "\n") == KNOWN[body]
+
+
+@pytest.mark.parametrize("body", GATHERED)
+def test_reads_that_are_appended(body: str) -> None:
+    """Outputs, and lists of them, that are appended to a list are recognised."""
+    found = form(LOOP + textwrap.indent(body, "    ") + "\n")
+    assert found == Gathering("rows", GATHERED[body])
 
 
 @pytest.mark.parametrize("body", OTHER)

@@ -79,15 +79,33 @@ class Copies:
             part = self._parts[rows] = cut(self.hull, self._axis, start, stop)
         return part
 
+    def several(self, spans: Sequence[Rows]) -> list[torch.Tensor]:
+        """The rows of some blocks, see ``rows``."""
+        if self._parts is None:
+            self._parts = self._split()
+        found = list(map(self._parts.get, spans))
+        return [
+            part if part is not None else self.rows(s) for part, s in zip(found, spans, strict=True)
+        ]
+
     def _split(self) -> dict[Rows, torch.Tensor]:
         """All blocks' rows at once, which is faster than one after the other."""
         if len(self._spans) == 1:
             return {self._spans[0]: self.hull}
-        spans = sorted(self._spans, key=lambda span: span.start)
-        if any(a.stop != b.start for a, b in pairwise(spans)):
+        spans = sorted(set(self._spans), key=lambda span: span.start)
+        if any(a.stop > b.start for a, b in pairwise(spans)):
             return {}
-        sizes = [span.stop - span.start for span in spans]
-        return dict(zip(spans, self.hull.split(sizes, self._axis), strict=True))
+        places: list[int] = []
+        sizes: list[int] = []
+        at = spans[0].start
+        for span in spans:
+            if span.start > at:  # rows of others
+                sizes.append(span.start - at)
+            places.append(len(sizes))
+            sizes.append(span.stop - span.start)
+            at = span.stop
+        parts = self.hull.split(sizes, self._axis)
+        return {span: parts[place] for span, place in zip(spans, places, strict=True)}
 
     def are_all(self, edits: Sequence[Edit]) -> bool:
         """Whether edits are of all these rows, and in this copy."""

@@ -138,6 +138,19 @@ class Event:
                 copies = self._copies[index] = Copies(hull, axis, self._spans)
         return copies.rows(rows)
 
+    def columns(self, index: int, spans: Sequence[Rows]) -> Sequence[Any]:
+        """Private copies of several requests' rows of a leaf, see ``copy``."""
+        first = self.copy(index, spans[0])
+        copies = self._copies.get(index)
+        if copies is None:
+            return [first, *(self.copy(index, span) for span in spans[1:])]
+        return copies.several(spans)
+
+    def held(self, index: int) -> tuple[Storage, int] | None:
+        """The memory that the copies of a leaf's rows share, and the bytes of a row in it."""
+        copies = self._copies.get(index)
+        return None if copies is None else (copies.storage, copies.row_bytes)
+
     def bundle(self, rows: Rows) -> Bundle | None:
         """A request's copies of all leaves; None if one cannot be made with the others'."""
         if self._bundles is None:
@@ -154,7 +167,7 @@ class Event:
                 continue
             if self.axis(index) is None:
                 return {}
-            columns.append([self.copy(index, span) for span in self._spans])
+            columns.append(self.columns(index, self._spans))
             copies = self._copies[index]
             held.append((copies.storage, copies.row_bytes))
         if not columns:

@@ -208,6 +208,7 @@ class Interleaver:
     def pass_by(self, location: Location, value: Any) -> None:
         """Note that the step has got to a location where blocks have been served."""
         self.order.reach(location)
+        self.standing.gather(location, value)
         if location.path in self._recording:
             self._record(location, value)
 
@@ -249,23 +250,19 @@ class Interleaver:
         """
         waiting, self._waiting = self._waiting, {}
         self.order.finish_step(learned=learned)
-        self.standing.finish_step()
+        for location, run in self.standing.finish_step(complete=learned):
+            run.fail(OutOfOrderError(_not_run(location, run)))
         if learned:
             self.tapping.learn(self._runs)
         for run in self._runs if learned else ():
-            if run.edit is not None and run.visit and not run.stood:
-                run.edit.learn(run)
+            if run.habit is not None and run.visit and not run.stood:
+                run.habit.learn(run)
         self._runs = ()
         self._observing = False
         self.in_step = False  # a block that catches the error and asks again is refused at once
         for location, runs in waiting.items():
             for run in runs:
-                run.resume(
-                    OutOfOrderError(
-                        f"'{location.label(run.visit)}' did not run in this step. "
-                        "The block asked for it, and the step ended without it."
-                    )
-                )
+                run.resume(OutOfOrderError(_not_run(location, run)))
         self._skipping.clear()
         self._recording.clear()
         self.tapping.end()
@@ -301,10 +298,12 @@ class Interleaver:
             value = self._replays.apply(location, value, self._event, self._sizes)
         value = self.standing.apply(location, value)
         if not runs:
+            self.standing.gather(location, value)
             return value
         if rows is None:
             rows, sizes = self._rows, self._sizes
         if self._skipping and not (runs := self._seeing(location, runs, rows)):
+            self.standing.gather(location, value)
             return value
         self.order.current = location
         check = check or self._check(location, value)
@@ -317,6 +316,7 @@ class Interleaver:
                 _fail([run for run in together if rows[run] == span], error)
             self.tapping.again.keep(location, event)
             value = event.result()
+        self.standing.gather(location, value)
         return value
 
     def _check(self, location: Location, value: Any) -> Check | None:
@@ -520,6 +520,13 @@ class Interleaver:
 def _fail(runs: Sequence[Run], error: Exception) -> None:
     for run in runs:
         run.fail(error)
+
+
+def _not_run(location: Location, run: Run) -> str:
+    return (
+        f"'{location.label(run.visit)}' did not run in this step. "
+        "The block asked for it, and the step ended without it."
+    )
 
 
 def _in_turns(runs: Sequence[Run]) -> list[list[Run]]:

@@ -26,6 +26,7 @@ from midstream.interleaving.snapshots import Snapshots
 from midstream.interleaving.watchdog import ATTEMPTS, WATCHDOG, Clock, TimeUp
 
 if TYPE_CHECKING:
+    from midstream.interleaving.gathering import Reads
     from midstream.interleaving.interleaver import Interleaver
     from midstream.interleaving.offers import Offers
     from midstream.interleaving.recording import Recorder
@@ -124,7 +125,7 @@ class Run:
         visited: locations that it has met in this step.
         replaced: leaves of their values in whose place it has given the model another tensor.
         wrote: locations where it has changed what the model goes on with.
-        edit: what its loop over steps does in each, if that is one edit and nothing else.
+        habit: what its loop over steps does in each, if that is known to be always the same.
         stood: whether that has been done in its place, in this step and those before.
         offers: gives it, while it executes, what the forward has passed and kept.
         uses_source: whether the block may ask for operations inside a forward.
@@ -175,7 +176,7 @@ class Run:
         self.replaced: set[tuple[Location, int]] = set()
         self.wrote: set[Location] = set()
         self.offers: Offers | None = None
-        self.edit: Edit | None = None
+        self.habit: Edit | Reads | None = None
         self.stood = False
         self.last_step: int | None = None
         self.uses_source = False

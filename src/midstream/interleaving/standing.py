@@ -15,9 +15,10 @@ import torch
 
 from midstream.interleaving.copies import Put, Rows, cut
 from midstream.interleaving.events import Event
+from midstream.interleaving.gathering import Gatherings, Reads, leaf_of
 from midstream.interleaving.locations import Location
 from midstream.interleaving.run import Run
-from midstream.tracing.forms import Form
+from midstream.tracing.forms import Form, Gathering
 
 if TYPE_CHECKING:
     from midstream.interleaving.interleaver import Interleaver
@@ -90,32 +91,42 @@ class Standing:
     """
 
     def __init__(self, interleaver: Interleaver):
-        self._interleaver = interleaver
+        self._interleaver, self._gatherings = interleaver, Gatherings(interleaver)
         self._runs: dict[Location, list[Run]] = {}
         self._operands: dict[Any, tuple[Any, Operand]] = {}
         self._written: list[tuple[_Place, list[tuple[Run, torch.Tensor]]]] = []
 
     def take(self, run: Run) -> bool:
         """Whether what a block would do in the step that begins will be done in its place."""
-        edit = run.edit
-        if edit is None or edit.location is None or not run.is_at_loop:
+        habit = run.habit
+        if habit is None or not run.is_at_loop:
             return False
+        if isinstance(habit, Edit):
+            run.stood = self._take_edit(run, habit)
+        else:
+            run.stood = self._gatherings.take(run, habit)
+            run.visited.update(access.location for access in habit.accesses if run.stood)
+        return run.stood
+
+    def _take_edit(self, run: Run, edit: Edit) -> bool:
         try:
-            usable = edit.operand is not None
+            usable = edit.location is not None and edit.operand is not None
         except Exception:  # noqa: BLE001  # the block will meet it at its own line
             usable = False
-        if not usable:
-            return False
-        run.stood = True
-        run.visited.add(edit.location)
-        run.wrote.add(edit.location)
-        self._runs.setdefault(edit.location, []).append(run)
-        return True
+        if usable and edit.location is not None:
+            run.visited.add(edit.location)
+            run.wrote.add(edit.location)
+            self._runs.setdefault(edit.location, []).append(run)
+        return usable
+
+    def gather(self, location: Location, value: Any) -> None:
+        """Read a location for those who append it to a list."""
+        self._gatherings.read(location, value)
 
     @property
     def locations(self) -> Iterable[Location]:
         """Where something is to be done in this step."""
-        return self._runs
+        return [*self._runs, *self._gatherings.locations]
 
     def apply(self, location: Location, value: Any) -> Any:
         """Make the edits of a location; one that fails is its block's error."""
@@ -124,8 +135,7 @@ class Standing:
             return value
         rows, kinds = self._interleaver.rows, dict[Any, list[Run]]()
         for run in sorted(runs, key=lambda run: rows[run].start):
-            assert run.edit is not None
-            kinds.setdefault(run.edit.kind, []).append(run)
+            kinds.setdefault(_edit(run).kind, []).append(run)
         for kind, several in kinds.items():
             try:
                 value = self._together(location, value, several, kind)
@@ -141,7 +151,8 @@ class Standing:
         event = at.event(location, value, spans)
         if at.tapping.again.keeping:
             event.writes, event.before_write = [], at.tapping.again.spare
-        index = _leaf_of(value, event, form.item)
+        # of a tensor, an item is its only row
+        index = 0 if isinstance(value, torch.Tensor) else leaf_of(value, event, form.item)
         area = _Area(event.leaves[index], event.axis(index), spans)
         operand = self._operand((location, kind), runs, area)
         replace = form.how == "replaced"
@@ -187,14 +198,36 @@ class Standing:
         if logged:
             self._written.append((place, list(zip(runs, parts, strict=True))))
 
-    def finish_step(self) -> None:
-        """Keep what was written for the case of a preemption, now that the forward has run."""
+    def finish_step(self, *, complete: bool) -> list[tuple[Location, Run]]:
+        """Append what was read, and keep what was written for the case of a preemption.
+
+        Args:
+            complete: whether the step ran to its end.
+
+        Returns:
+            Where the step did not get to, with whose block it was to be done for.
+        """
+        edits = [(location, run) for location, runs in self._runs.items() for run in runs]
+        left = [*edits, *self._gatherings.left] if complete else []
         for (location, leaf, replace), parts in self._written:
             for run, part in parts:
                 if run.log is not None:
                     run.log.add(location, leaf, 1, part, replace=replace)
         self._written.clear()
         self._runs.clear()
+        self._gatherings.finish_step()
+        return left
+
+
+def habit_of(form: Form | Gathering | None, names: Mapping[str, Any]) -> Edit | Reads | None:
+    """What a block's loop does in each step, as it is done in its place.
+
+    Args:
+        names: the block's names.
+    """
+    if form is None:
+        return None
+    return Edit(form, names) if isinstance(form, Form) else Reads(form, names)
 
 
 class _Place(NamedTuple):
@@ -269,15 +302,5 @@ def _is_logged(run: Run) -> bool:
 
 
 def _edit(run: Run) -> Edit:
-    assert run.edit is not None
-    return run.edit
-
-
-def _leaf_of(value: Any, event: Event, item: int | None) -> int:
-    """Which leaf a form changes: the value itself (or its only row), or an item of a flat tuple."""
-    count = len(event.leaves)
-    if isinstance(value, torch.Tensor) and item in (None, 0, -1):
-        return 0
-    if item is not None and isinstance(value, tuple | list) and len(value) == count:
-        return range(count)[item]
-    raise ValueError("The value has another structure than when the block changed it itself.")
+    assert isinstance(run.habit, Edit)
+    return run.habit

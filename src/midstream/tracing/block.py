@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from midstream.tracing.forms import Form
+from midstream.tracing.forms import Form, Gathering
 
 __all__ = ["Block", "Call", "Code", "Compiled"]
 
@@ -96,7 +96,7 @@ class Compiled:
         calls: its calls of methods of a name.
         attributes: for outside names used as ``name.attribute`` only, those attributes.
         plain: whether, given plain values, it does nothing but compute; see ``plain``.
-        form: what its loop over steps does, if that is one edit; see ``forms``.
+        form: what its loop over steps does, if that is the same in each; see ``forms``.
     """
 
     code: CodeType
@@ -106,7 +106,7 @@ class Compiled:
     calls: tuple[Call, ...] = ()
     attributes: Mapping[str, frozenset[str]] = field(default_factory=dict)
     plain: bool = False
-    form: Form | None = None
+    form: Form | Gathering | None = None
 
 
 @dataclass

@@ -1,11 +1,12 @@
-"""Loops over steps that do one and the same edit in each, so that many can be made together.
+"""Loops over steps that do one and the same thing in each, so that it can be done for many at once.
 
     for step in tracer.iter[:]:
         layer.output[0][:] += 4.0 * vector
 
 What is recognised: a loop with one such edit in it, written in one or two statements (``stream =
 layer.output[0]`` first), whose operand is made of names, numbers and arithmetic and nothing that
-the loop binds. Whoever runs the block may then make the edit in its place, see ``standing``.
+the loop binds; and a loop that appends what it reads, and nothing that is worked out of it, to a
+list. Whoever runs the block may then do it in its place, see ``standing`` and ``gathering``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import ast
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-__all__ = ["Form", "form_of"]
+__all__ = ["READ", "Form", "Gathering", "form_of"]
+
+READ = "__midstream_read__"
+"""What stands in the source of a ``Gathering`` for reading a module's output."""
 
 _OPERATIONS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
 _METHODS = {"add_": "add", "sub_": "sub", "mul_": "mul", "div_": "div", "copy_": ""}
@@ -44,6 +48,19 @@ class Form(NamedTuple):
     item: int | None
 
 
+class Gathering(NamedTuple):
+    """Values that are appended to a list in each step.
+
+    Attributes:
+        name: the list's.
+        source: what is appended: an expression of names, lists and tuples, in which
+            ``READ(module, item)`` stands for a module's output, or an item of it.
+    """
+
+    name: str
+    source: str
+
+
 class _Target(NamedTuple):
     """What is changed: an expression for a value, its text, and which item of it."""
 
@@ -51,13 +68,16 @@ class _Target(NamedTuple):
     item: int | None
 
 
-def form_of(tree: ast.Module) -> Form | None:
+def form_of(tree: ast.Module) -> Form | Gathering | None:
     """The form of a block's only loop over steps; None if it has no such loop, or does more."""
     loops = [node for node in tree.body if isinstance(node, ast.For) and _is_over_steps(node.iter)]
     mentions = sum(isinstance(n, ast.Attribute) and n.attr in _LOOPS for n in ast.walk(tree))
     if len(loops) != 1 or mentions != 1 or loops[0].orelse:
         return None
     loop = loops[0]
+    gathering = _gathering(loop)
+    if gathering is not None:
+        return gathering
     form = _of_body(loop.body)
     bound = {n.id for n in ast.walk(loop) if isinstance(n, ast.Name) and not _is_load(n)}
     behind = tree.body[tree.body.index(loop) + 1 :]
@@ -223,3 +243,50 @@ def _is_operand(node: ast.AST) -> bool:
     if isinstance(node, ast.Constant):
         return type(node.value) in (int, float)
     return isinstance(node, (*_OPERAND, *_ARITHMETIC))
+
+
+def _gathering(loop: ast.For) -> Gathering | None:
+    """`rows.append(layer.output[0])`, or a list of such values."""
+    statement = loop.body[0]
+    if len(loop.body) != 1 or not isinstance(statement, ast.Expr):
+        return None
+    call = statement.value
+    if not isinstance(call, ast.Call) or len(call.args) != 1 or call.keywords:
+        return None
+    method = call.func
+    if not isinstance(method, ast.Attribute) or method.attr != "append":
+        return None
+    step = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
+    if not isinstance(method.value, ast.Name) or step & _names([statement]):
+        return None
+    source = _read(call.args[0])
+    return Gathering(method.value.id, source) if source is not None else None
+
+
+def _read(node: ast.expr) -> str | None:
+    """The source of what is appended, with calls in the place of outputs; None if it is more."""
+    target = _location(node)
+    if target is not None:
+        module = target.text.removesuffix(".output")
+        return f"{READ}({module}, {target.item})"
+    if isinstance(node, ast.List | ast.Tuple):
+        parts = [_read(each) for each in node.elts]
+        if None in parts or not parts:
+            return None
+        inside = "".join(f"{part}, " for part in parts)
+        return f"[{inside}]" if isinstance(node, ast.List) else f"({inside})"
+    if isinstance(node, ast.ListComp) and len(node.generators) == 1:
+        inner, each = _read(node.elt), node.generators[0]
+        plain = not each.ifs and not each.is_async and isinstance(each.target, ast.Name)
+        if inner is None or not plain or not _is_several(each.iter):
+            return None
+        return f"[{inner} for {ast.unparse(each.target)} in {ast.unparse(each.iter)}]"
+    return None
+
+
+def _is_several(node: ast.expr) -> bool:
+    """Modules to go through: a name or attribute, or a slice of one with constant ends."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+        ends = (node.slice.lower, node.slice.upper, node.slice.step)
+        return _is_module(node.value) and all(e is None or _number(e) is not None for e in ends)
+    return _is_module(node)

@@ -116,3 +116,50 @@ def test_a_loop_that_the_request_outlives(decoding: Any) -> None:
     assert later.shape[0] == 1
     assert step is model_step
     assert int(step) == tracer.result.outputs[0].token_ids[4]
+
+
+def test_what_loops_append(decoding: Any) -> None:
+    """Lists that the engine fills for all requests hold what each block would have appended."""
+    layers = decoding.model.layers
+
+    def gathered() -> tuple[Any, Any]:
+        with decoding.trace(temperature=0.0, max_tokens=TOKENS, ignore_eos=True) as tracer:
+            for prompt in PROMPTS:
+                with tracer.invoke(prompt):
+                    rows = [].save()
+                    for _ in tracer.iter[:]:
+                        rows.append([(layer.mlp.output, layer.output[0]) for layer in layers])
+        return rows
+
+    def read() -> tuple[Any, Any]:
+        with decoding.trace(temperature=0.0, max_tokens=TOKENS, ignore_eos=True) as tracer:
+            for prompt in PROMPTS:
+                with tracer.invoke(prompt):
+                    rows = [].save()
+                    for _ in tracer.iter[:]:
+                        pairs = [(layer.mlp.output, layer.output[0]) for layer in layers]
+                        rows.append(pairs)
+        return rows
+
+    mine, its = gathered(), read()
+    for a, b in zip(mine, its, strict=True):
+        assert len(a) == len(b) == TOKENS
+        flat = [(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)]
+        assert len(flat) == TOKENS * len(layers)
+        for one, other in flat:
+            assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+    assert not torch.equal(mine[0][3][0][0], mine[0][4][0][0])
+    assert not torch.equal(mine[0][3][0][0], mine[0][3][1][0])
+
+
+def test_a_list_filled_for_a_block_is_its_own(decoding: Any) -> None:
+    """Behind the loop the block finds all rows in its list, and its changes of them come home."""
+    layer = decoding.model.layers[1]
+    with decoding.trace(PROMPTS[0], temperature=0.0, max_tokens=TOKENS, ignore_eos=True) as tracer:
+        rows = [].save()
+        for _ in tracer.iter[:]:
+            rows.append(layer.output[0])
+        count = len(rows).save()
+        rows[3][:] = 7.0
+    assert count == len(rows) == TOKENS
+    assert [bool((row == 7.0).all()) for row in rows] == [i == 3 for i in range(TOKENS)]

@@ -12,7 +12,7 @@ from midstream.interleaving.printing import Notice
 from midstream.interleaving.replays import WriteLog
 from midstream.interleaving.run import Run
 from midstream.interleaving.snapshots import Snapshots
-from midstream.interleaving.standing import Edit
+from midstream.interleaving.standing import habit_of
 from midstream.modeling.dialects import advise_engine
 from midstream.modeling.vllm.engine.commons import Common
 from midstream.modeling.vllm.engine.edits import InstalledEdit
@@ -95,8 +95,7 @@ class HostedBlock:
                     self._appended.begin(name, execution.namespace[name])
         self._execution = execution
         if self.run.plain and self._block.code is not None:
-            form = self._block.code.compiled().form
-            self.run.edit = Edit(form, execution.namespace) if form is not None else None
+            self.run.habit = habit_of(self._block.code.compiled().form, execution.namespace)
         try:
             execution.run()
         except RuntimeError as error:
