@@ -3,13 +3,14 @@
 What a block will replace is not known when it is recorded. What a module returns goes on in a
 tensor of its own, filled in the recording, so that a replacement leaves the module's to its other
 holders. What a module is called with goes on as it is, since the module may be there to write into
-it; a replacement is put into it for the time of the call.
+it; a replacement is put into it for the time of the call. A result that lies in an argument's
+memory goes on as it is too, and a replacement is written there.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,8 @@ class DeclaredForward(Tapped):
 
     def __init__(self, interleaver: Interleaver, needs: Needs):
         super().__init__(interleaver, needs)
-        self._owners = {each.within for each in needs.locations if each.within is not None}
+        within = {each.within for each in needs.locations if each.within is not None}
+        self._owners = {owner for path in within for owner in _around(path)}
         self._sizes: tuple[int, ...] = ()
 
     @property
@@ -49,15 +51,14 @@ class DeclaredForward(Tapped):
 
     def record(self, recorder: Recorder, forward: Forward, kwargs: dict[str, Any]) -> Any:
         """Run the model's forward and have it recorded, see ``Tapped.record``."""
-        vectors = [each for each in kwargs.values() if _is_vector(each)]  # token ids, positions
-        self._sizes = tuple(len(each) for each in vectors[:1])
+        tensors = [each for each in kwargs.values() if _is_tensor(each)]
+        tensors.sort(key=torch.Tensor.dim)  # token ids: positions may have three numbers a row
+        self._sizes = tuple(len(each) for each in tensors[:1])
         return super().record(recorder, forward, kwargs)
 
     def _with_breaks(self, recorder: Recorder, path: str, forward: Forward) -> Forward:
         sides = Location(path, "input"), Location(path, "output")
-        inner = forward
-        if path in self._owners:
-            inner = partial(self._with_operations, recorder, Instrumented(path, forward))
+        inner = self.instrumented(recorder, path, forward)
 
         def tapped(*args: Any, **kwargs: Any) -> Any:
             if self._interleaver.is_paused:
@@ -66,27 +67,44 @@ class DeclaredForward(Tapped):
 
         return tapped
 
+    def instrumented(self, recorder: Recorder, path: str, function: Forward) -> Forward:
+        """A function with breaks at its operations, if it has any."""
+        if path not in self._owners:
+            return function
+        return partial(self._with_operations, recorder, Instrumented(path, function))
+
     def _with_operations(
         self, recorder: Recorder, instrumented: Instrumented, /, *args: Any, **kwargs: Any
     ) -> Any:
         return instrumented.call(_Operations(self, recorder, instrumented), args, kwargs)
 
     def around(
-        self, recorder: Recorder, sides: Sides, call: Forward, args: Any, kwargs: Any
+        self,
+        recorder: Recorder,
+        sides: Sides,
+        call: Forward,
+        args: Any,
+        kwargs: Any,
+        callee: Any = None,
     ) -> Any:
-        """Call something between the breaks it has."""
+        """Call something between the breaks it has.
+
+        Args:
+            callee: what an operation calls.
+        """
         enter, leave = sides
         entered = None
         if enter in self.needs.locations:
             entered, (args, kwargs) = _Break.make((args, kwargs), recorder, self._may_replace)
-            recorder.pause(partial(self._at, enter, entered, _module(call)))
+            recorder.pause(partial(self._at, enter, entered, _module(callee)))
         value = call(*args, **kwargs)  # the arguments are held: what it makes lies elsewhere
+        given = _storages((args, kwargs, getattr(callee, "__self__", None)))
         undo = None if entered is None else entered.undoing(value)
         if leave not in self.needs.locations:
             if undo is not None:
                 recorder.pause(undo)
             return value
-        return self.leave(recorder, leave, value, undo)
+        return self.leave(recorder, leave, value, undo, given)
 
     def leave(
         self,
@@ -94,16 +112,18 @@ class DeclaredForward(Tapped):
         location: Location,
         value: Any,
         before: Callable[[], None] | None = None,
+        given: Set[int] = frozenset(),
     ) -> Any:
         """A break behind a call.
 
         Args:
             before: is done first in each run.
+            given: where the memory of what was called with begins.
 
         Returns:
             What the forward goes on with.
         """
-        left, value = _Break.make(value, recorder, self._has_rows)
+        left, value = _Break.make(value, recorder, partial(self._owns, given))
 
         def serve() -> None:
             if before is not None:
@@ -112,6 +132,10 @@ class DeclaredForward(Tapped):
 
         recorder.pause(serve)
         return value
+
+    def _owns(self, given: Set[int], leaf: torch.Tensor) -> bool:
+        """Whether a result goes on in a tensor of its own."""
+        return self._may_replace(leaf) or (self._has_rows(leaf) and _storage(leaf) not in given)
 
     def _has_rows(self, leaf: torch.Tensor) -> bool:
         """Whether blocks may change a leaf."""
@@ -201,7 +225,7 @@ class _Break:
         Args:
             value: what it returned. What lies in an argument's memory is the call's result.
         """
-        returned = {_storage(leaf) for leaf in flatten(value)[0]} - {None}
+        returned = _storages(value)
         kept = [i for i, storage in enumerate(self._storages) if storage not in returned]
 
         def undo() -> None:
@@ -225,7 +249,8 @@ class _Operations:
         self._counts[number] = count + 1
         sides = self._instrumented.sides(number, count)
         if callee is not None:
-            return self._forward.around(self._recorder, sides, callee, args, kwargs)
+            call = self._forward.instrumented(self._recorder, sides[0].path, callee)
+            return self._forward.around(self._recorder, sides, call, args, kwargs, callee)
         (value,) = args
         for location in sides:  # a value that is given a name: nothing is called in between
             if location in self._forward.needs.locations:
@@ -239,12 +264,16 @@ class _Operations:
         return args[0]
 
 
+def _around(path: str) -> Iterator[str]:
+    """A module or operation, and those that its function is reached through."""
+    yield path
+    while (outer := f".{path}".rpartition(".source."))[1]:
+        path = outer[0][1:]
+        yield path
+
+
 def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
-
-
-def _is_vector(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 1
 
 
 def _held(recorder: Recorder, leaf: Any) -> Any:
@@ -264,6 +293,11 @@ def _version(leaf: Any) -> int | None:
 def _storage(leaf: Any) -> int | None:
     """Where the memory of a tensor begins."""
     return leaf.untyped_storage().data_ptr() if isinstance(leaf, torch.Tensor) else None
+
+
+def _storages(value: Any) -> Set[int]:
+    found = (_storage(leaf) for leaf in flatten(value)[0])
+    return frozenset(storage for storage in found if storage is not None)
 
 
 def _module(call: Any) -> torch.nn.Module | None:

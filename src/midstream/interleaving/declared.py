@@ -56,9 +56,7 @@ class Declared:
         found = frozenset(location for location in wanted if location in self._served)
         missing = [location for location in wanted if location not in found]
         if missing and (chosen or not found):
-            raise OutOfOrderError(
-                "`tracer.cache()`: " + self._refusal(missing[0].name, missing[0])
-            )
+            raise OutOfOrderError("`tracer.cache()`: " + self._refusal(missing[0].name, missing[0]))
         return found
 
     def _refusal(self, label: str, location: Location) -> str:
@@ -75,8 +73,6 @@ def _advice(location: Location) -> str:
     if location.side == SKIP:
         output = Location(location.path, "output")
         return f"A skip is never one: assign '{_written(output)}', declared as a tap, instead."
-    if location.within is not None and ".source." in f".{location.within}.":
-        return "An operation inside an operation cannot be declared: build the model without taps=."
     return f"Declare it when the model is built: taps=[..., '{_written(location)}']."
 
 

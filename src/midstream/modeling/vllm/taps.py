@@ -12,7 +12,8 @@ import torch
 from midstream.errors import SourceNotAvailableError
 from midstream.interleaving.locations import Location
 from midstream.interleaving.node import Node, Tree
-from midstream.interleaving.source.nodes import Operation, unknown_operation
+from midstream.interleaving.source import Operation
+from midstream.interleaving.source.nodes import unknown_operation
 
 _HOW = (
     "A tap is a module's path with `.input` or `.output` behind it, or with "
@@ -100,11 +101,11 @@ def as_data(locations: Iterable[Location]) -> list[list[str | None]]:
 
 
 class _Written(NamedTuple):
-    """A pattern in its parts; ``operation`` is "" for a module's own side."""
+    """A pattern in its parts; without ``operations`` it is a module's own side."""
 
     pattern: str
     path: tuple[str, ...]
-    operation: str
+    operations: tuple[str, ...]
     side: str
 
 
@@ -113,7 +114,7 @@ def _resolve(pattern: str, tree: Tree) -> list[Location]:
     nodes = _called(written, _matching(written, tree))
     if not nodes:
         _refuse_unknown(written, tree)
-    if not written.operation:
+    if not written.operations:
         return [Location(node.path, written.side) for node in nodes]
     return _operations(written, nodes)
 
@@ -126,15 +127,11 @@ def _parse(pattern: str) -> _Written:
         _refuse(pattern, f"{why} {_HOW}")
     if "" in path:
         _refuse(pattern, f"a part of the path is empty. {_HOW}")
-    if "source" not in path:
-        return _Written(pattern, tuple(path), "", side)
-    at = path.index("source")
-    operation = path[at + 1 :]
-    if not operation:
-        _refuse(pattern, _NO_SIDE["source"].format(path=".".join(path[:at])))
-    if len(operation) > 1:
-        _refuse(pattern, "operations inside an operation cannot be declared.")
-    return _Written(pattern, tuple(path[:at]), operation[0], side)
+    at = path.index("source") if "source" in path else len(path)
+    words, operations = path[at::2], path[at + 1 :: 2]
+    if len(words) != len(operations) or any(word != "source" for word in words):
+        _refuse(pattern, f"an operation is written `.source.<operation>`. {_HOW}")
+    return _Written(pattern, tuple(path[:at]), tuple(operations), side)
 
 
 def _matching(written: _Written, tree: Tree) -> list[Node]:
@@ -186,36 +183,49 @@ def _called(written: _Written, nodes: Sequence[Node]) -> list[Node]:
 
 def _operations(written: _Written, nodes: Sequence[Node]) -> list[Location]:
     """The operation in those of the modules' forwards that have it."""
-    found, problems = [], []
-    fits = _expression(written.operation.partition("[")[0])
-    for node in nodes:
-        try:
-            operations = {operation._name: operation for operation in node.source}
-        except SourceNotAvailableError as error:
-            problems.append(str(error))
-            continue
-        names = [name for name in operations if fits.fullmatch(name)]
-        if not names:
-            what = f"'{node.path}'" if node.path else "the model"
-            problems.append(unknown_operation(what, written.operation, operations))
-        found += [_side(operations[name], written) for name in names]
-    if not found:
-        _refuse(written.pattern, problems[0])
-    return found
+    owners: Sequence[Node | Operation] = nodes
+    for part in written.operations:
+        found: list[Operation] = []
+        problems: list[str] = []
+        for owner in owners:
+            try:
+                found += _inside(owner, part, written)
+            except (LookupError, SourceNotAvailableError) as problem:
+                problems.append(str(problem.args[0]))
+        if not found:
+            _refuse(written.pattern, problems[0])
+        owners = found
+    return [each._enter if written.side == "input" else each._leave for each in found]
 
 
-def _side(operation: Operation, written: _Written) -> Location:
-    name, _, times = written.operation.partition("[")
-    if times:
-        number = times.removesuffix("]")
-        if not number.isdecimal() or times == number:
-            _refuse(written.pattern, f"'{written.operation}' is not written '{name}[2]'.")
-        operation = operation[int(number)]
-    return operation._enter if written.side == "input" else operation._leave
+def _inside(owner: Node | Operation, part: str, written: _Written) -> list[Operation]:
+    """The operations of a function that a part of a pattern names.
+
+    Raises:
+        LookupError: there is none.
+        SourceNotAvailableError: the function has no Python source.
+    """
+    source, what = owner.source, f"'{owner.path}'" if owner.path else "the model"
+    if source._template is None:
+        raise LookupError(
+            f"what {what} calls is known only when it runs, so that its operations cannot be "
+            "declared."
+        )
+    name, _, times = part.partition("[")
+    fits = _expression(name)
+    names = [known for known in source._sites if fits.fullmatch(known)]
+    if not names:
+        near = difflib.get_close_matches(name, source._sites, n=1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        raise LookupError(unknown_operation(what, part, source._sites) + hint)
+    number = times.removesuffix("]")
+    if "[" in part and (not number.isdecimal() or number == times):
+        _refuse(written.pattern, f"'{part}' is not written as '{names[0]}[2]' is.")
+    return [getattr(source, known)[int(number or 0)] for known in names]
 
 
 def _refuse_unknown(written: _Written, tree: Tree) -> NoReturn:
-    behind = f".source.{written.operation}" if written.operation else ""
+    behind = "".join(f".source.{operation}" for operation in written.operations)
     paths = [path for path, node in tree.nodes.items() if not isinstance(node._module, _LISTS)]
     if any("*" in part for part in written.path):
         paths = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in paths))
