@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -335,3 +336,44 @@ def test_a_cache_of_what_was_not_declared(settings: Any) -> None:
     _, run, _ = cached(**settings)
     assert isinstance(run.error, OutOfOrderError)
     assert "`tracer.cache()`: 'model." in str(run.error)
+
+
+def test_nothing_is_served_while_it_is_recorded() -> None:
+    """A break does nothing until its forward is under way beside blocks (D15)."""
+    at = DecodingDeclared(("layers.0.output",), tapped=True, model=Toy())
+    recorder = PlainRecorder()
+    assert at.interleaver.declared is not None
+    forward = DeclaredForward(at.interleaver, at.interleaver.declared.guess.needs)
+    hidden = torch.ones(3, WIDTH)
+    value = recorder.run(forward, at.model.forward, {"hidden": hidden})
+    assert recorder.breaks == 1
+    assert torch.equal(value, at.model(hidden))
+    assert "forward" not in vars(at.root.layers[0]._module)
+
+
+def test_what_is_held_is_what_the_recorder_gives() -> None:
+    """Breaks keep no tensor of the forward itself, which would pin a graph's memory (D15)."""
+    at = DecodingDeclared(ALL, tapped=True, model=Parts())
+    made: list[Any] = []
+
+    class Weak(PlainRecorder):
+        """Gives copies to hold on to, and keeps what is done at breaks."""
+
+        def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+            made.append(weakref.ref(tensor))
+            return tensor.clone()
+
+        def pause(self, serve: Callable[[], None]) -> None:
+            self.breaks += 1
+            kept.append(serve)
+
+    kept: list[Any] = []
+    assert at.interleaver.declared is not None
+    forward = DeclaredForward(at.interleaver, at.interleaver.declared.guess.needs)
+    hidden = torch.ones(3, WIDTH)
+    with torch.inference_mode():
+        forward.record(Weak(), at.model.forward, {"hidden": hidden})
+    parameters = {id(each) for each in at.model.parameters()}
+    alive = [ref() for ref in made]
+    assert len(kept) > len(ALL)
+    assert [x for x in alive if x is not None and x is not hidden and id(x) not in parameters] == []

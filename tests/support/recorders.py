@@ -13,6 +13,9 @@ import torch
 from midstream.interleaving.tapped import Tapped
 from midstream.modeling.vllm.engine.graphs import Recorded
 
+MOST = 8
+"""Requests of the largest batch that is recorded for declared taps."""
+
 
 class PlainRecorder:
     """Serves each break as the forward gets there.
@@ -54,6 +57,14 @@ class PlainGraphs:
     def serves(self, shape: Any) -> bool:
         """Whether all that a batch runs are tokens behind a prompt, or prompts of one."""
         return bool(shape.num_tokens == shape.num_reqs)
+
+    def shapes(self) -> list[Any]:
+        """Those of up to `MOST` requests, as the engine on a CPU describes them."""
+        from vllm.config import CUDAGraphMode
+        from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+        none = CUDAGraphMode.NONE
+        return [BatchExecutionDescriptor(none, count, count) for count in range(MOST, 0, -1)]
 
     def __call__(self, shape: Any, tapped: Tapped) -> Recorded:
         """Nothing to record: each run is its own."""
