@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from midstream.errors import OutOfOrderError
-from midstream.interleaving.breaks import DeclaredForward
+from midstream.interleaving.breaks import DeclaredForward, _Break
 from midstream.interleaving.copies import Rows
 from midstream.interleaving.declared import Declared
 from midstream.interleaving.locations import Location
@@ -377,3 +377,43 @@ def test_what_is_held_is_what_the_recorder_gives() -> None:
     alive = [ref() for ref in made]
     assert len(kept) > len(ALL)
     assert [x for x in alive if x is not None and x is not hidden and id(x) not in parameters] == []
+
+
+def test_what_nobody_changed_is_not_copied() -> None:
+    """A result's own tensor is filled again where a block has written or replaced, not elsewhere."""
+    live = torch.arange(6.0).view(3, 2)
+    at, passed = _Break.make((live, live + 1), PlainRecorder(), lambda leaf: True)
+    first, second = passed
+    assert torch.equal(first, live)
+    assert first.data_ptr() != live.data_ptr()
+    first.fill_(-1)  # would be overwritten by a copy
+    versions = at.versions()
+    at.take(at.held, versions)
+    assert torch.equal(first, torch.full((3, 2), -1.0))
+    at.held[0].narrow(0, 1, 1).mul_(10)
+    at.take(at.held, versions)
+    assert first.tolist() == [[0.0, 1.0], [20.0, 30.0], [4.0, 5.0]]
+    at.take((at.held[0], torch.zeros(3, 2)), at.versions())
+    assert second.tolist() == [[0.0, 0.0]] * 3
+    with torch.inference_mode():  # nothing is counted there: it is copied each time
+        at, (first, _) = _Break.make((live.clone(), live + 1), PlainRecorder(), lambda leaf: True)
+        at.held[0].fill_(7)
+        at.take(at.held, at.versions())
+        assert first.tolist() == [[7.0, 7.0]] * 3
+
+
+def test_arguments_are_given_back() -> None:
+    """A replacement is put into an argument for the time of the call, unless that is its result."""
+    given, result = torch.ones(3, 2), torch.ones(3, 2)
+    at, passed = _Break.make(((given, result), {}), PlainRecorder(), lambda leaf: False)
+    assert passed[0][0] is given
+    undo = at.undoing((result.view(6), None))
+    new = torch.full((3, 2), 5.0)
+    at.take(((new, new), {}), at.versions())
+    assert torch.equal(given, new)
+    assert torch.equal(result, new)
+    undo()
+    assert torch.equal(given, torch.ones(3, 2))
+    assert torch.equal(result, new)
+    undo()  # a run without a replacement
+    assert torch.equal(given, torch.ones(3, 2))

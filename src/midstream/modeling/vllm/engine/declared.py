@@ -87,7 +87,10 @@ class DeclaredGraphs:
             EngineBuildError: one cannot be captured; with the reason.
         """
         began = perf_counter()
-        for shape, graph in self._captured(self._record.shapes()):
+        shapes = self._record.shapes()
+        if not shapes:
+            warn_without_graphs()
+        for shape, graph in self._captured(shapes):
             self._graphs[shape] = graph
             self.counts.captures += 1
             self.counts.bytes += graph.recorded.nbytes
