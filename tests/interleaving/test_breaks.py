@@ -380,7 +380,7 @@ def test_what_is_held_is_what_the_recorder_gives() -> None:
 
 
 def test_what_nobody_changed_is_not_copied() -> None:
-    """A result's own tensor is filled again where a block has written or replaced, not elsewhere."""
+    """A result goes on in a tensor that is filled again where a block has written or replaced."""
     live = torch.arange(6.0).view(3, 2)
     at, passed = _Break.make((live, live + 1), PlainRecorder(), lambda leaf: True)
     first, second = passed
