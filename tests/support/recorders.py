@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from midstream.interleaving.copies import row_axis
 from midstream.interleaving.tapped import Tapped
 from midstream.modeling.vllm.engine.graphs import Recorded
 
@@ -40,9 +41,18 @@ class PlainRecorder:
     def run(self, tapped: Tapped, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """The forward with its breaks."""
         value = tapped.record(self, forward, kwargs)
-        kept = {_memory(x) for x in [value, *kwargs.values()] if isinstance(x, torch.Tensor)}
+        given = [x for x in kwargs.values() if isinstance(x, torch.Tensor)]
+        kept = {_memory(x) for x in [value, *given] if isinstance(x, torch.Tensor)}
+        is_models = tapped._interleaver.sources.is_models  # operations are given weights too
+        sizes = {x.shape[-1] for x in given if not x.is_floating_point()} or {len(given[0])}
         for tensor in self._held:
-            if _memory(tensor) not in kept and tensor.is_floating_point():
+            if (
+                _memory(tensor) in kept
+                or is_models(tensor)
+                or row_axis(tensor, list(sizes)) is None
+            ):
+                continue
+            if tensor.is_floating_point():
                 tensor.fill_(torch.nan)
         return value
 
