@@ -66,7 +66,10 @@ def record_steps(model: Any) -> None:
     from tests.support.recorders import PlainGraphs
 
     core = model.vllm_entrypoint.llm_engine.engine_core.engine_core
-    core.model_executor.driver_worker.model_runner.keep_graphs(PlainGraphs())
+    runner = core.model_executor.driver_worker.model_runner
+    runner.keep_graphs(PlainGraphs())
+    if model.taps:
+        runner.graphs.capture_all()
 
 
 @pytest.fixture(scope="session")

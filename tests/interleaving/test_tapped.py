@@ -40,6 +40,8 @@ class Decoding:
         logits: what the head returned.
     """
 
+    uses_source = False
+
     def __init__(self, *, tapped: bool, model: torch.nn.Module | None = None):
         self.model = (model or Toy()).requires_grad_(False)
         self.tree = Tree(self.model)
@@ -55,7 +57,7 @@ class Decoding:
         """Run requests with a block each to their end, side by side; errors stay on the runs."""
         runs = [Run(lambda body=body: body(self)) for body in bodies]
         for run, body in zip(runs, bodies, strict=True):
-            run.code = body.__qualname__
+            run.code, run.uses_source = body.__qualname__, self.uses_source
         for step in range(count):
             self._step([run for run in runs if self._enters(run, step)], runs, step)
         for run in runs:

@@ -52,7 +52,6 @@ def test_where_keys_come_from() -> None:
     [
         ("--headless",),
         ("--api-server-count", "2"),
-        ("--taps", "model.layers.0.output"),
     ],
 )
 def test_what_a_server_with_blocks_cannot_do(arguments: tuple[str, ...]) -> None:
@@ -91,6 +90,9 @@ def test_engine_arguments_are_vllms() -> None:
     assert found["disable_log_stats"] is False
     assert "tensor_parallel_size" not in found
     assert "model" not in found
+    assert found["taps"] == []
+    args = flags.parse([model, "--taps", "model.layers.*.output", "model.norm.input"])
+    assert flags.engine_arguments(args)["taps"] == ["model.layers.*.output", "model.norm.input"]
 
 
 def test_bounds() -> None:

@@ -10,8 +10,12 @@ from typing import Any
 
 import torch
 
+from midstream.interleaving.copies import row_axis
 from midstream.interleaving.tapped import Tapped
 from midstream.modeling.vllm.engine.graphs import Recorded
+
+MOST = 8
+"""Requests of the largest batch that is recorded for declared taps."""
 
 
 class PlainRecorder:
@@ -40,11 +44,19 @@ class PlainRecorder:
 
     def run(self, tapped: Tapped, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """The forward with its breaks."""
-        tokens = next(len(x) for x in kwargs.values() if isinstance(x, torch.Tensor))
-        value = tapped.record(self, forward, kwargs, (tokens,))
-        kept = {_memory(x) for x in [value, *kwargs.values()] if isinstance(x, torch.Tensor)}
+        given = [x for x in kwargs.values() if isinstance(x, torch.Tensor)]
+        value = tapped.record(self, forward, kwargs, (len(given[0]),))
+        kept = {_memory(x) for x in [value, *given] if isinstance(x, torch.Tensor)}
+        is_models = tapped._interleaver.sources.is_models  # operations are given weights too
+        sizes = {x.shape[-1] for x in given if not x.is_floating_point()} or {len(given[0])}
         for tensor in self._held:
-            if _memory(tensor) not in kept and tensor.is_floating_point():
+            if (
+                _memory(tensor) in kept
+                or is_models(tensor)
+                or row_axis(tensor, list(sizes)) is None
+            ):
+                continue
+            if tensor.is_floating_point():
                 tensor.fill_(torch.nan)
         return value
 
@@ -59,6 +71,14 @@ class PlainGraphs:
     def serves(self, shape: Any) -> bool:
         """Whether all that a batch runs are tokens behind a prompt, or prompts of one."""
         return bool(shape.num_tokens == shape.num_reqs)
+
+    def shapes(self) -> list[Any]:
+        """Those of up to `MOST` requests, as the engine on a CPU describes them."""
+        from vllm.config import CUDAGraphMode
+        from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+        none = CUDAGraphMode.NONE
+        return [BatchExecutionDescriptor(none, count, count) for count in range(MOST, 0, -1)]
 
     def __call__(self, shape: Any, tapped: Tapped) -> Recorded:
         """Nothing to record: each run is its own."""

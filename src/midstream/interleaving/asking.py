@@ -23,12 +23,14 @@ class Asking:
         self._interleaver = interleaver
 
     def check(self, run: Run, location: Location) -> None:
-        """Refuse a location that this step has passed.
+        """Refuse a location that this step has passed, or that was not declared.
 
         Raises:
-            OutOfOrderError: naming the location and where the block stands.
+            OutOfOrderError: naming the location, and where the block stands or what to declare.
         """
         at = self._interleaver
+        if at.declared is not None:
+            at.declared.check(run, location)
         if not at.in_step:
             raise OutOfOrderError(
                 f"'{location.label(run.visit)}' was requested after the forward pass ended."
@@ -39,7 +41,7 @@ class Asking:
                 return
         late = ""
         if not at.order.has_passed(location):
-            if location.within is None:
+            if location.within is None or at.tapping.covers(location):
                 return
             run.uses_source = True
             late = at.sources.check(location)
@@ -53,7 +55,9 @@ class Asking:
         Raises:
             OutOfOrderError: naming the location and where the block stands.
         """
-        order = self._interleaver.order
+        order, declared = self._interleaver.order, self._interleaver.declared
+        if declared is not None:
+            declared.check(run, location)
         order.place_skip(location)
         entry = Location(location.path, "input")
         if entry != run.place and order.has_passed(entry):

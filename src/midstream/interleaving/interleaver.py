@@ -18,6 +18,7 @@ import torch
 from midstream.errors import OutOfOrderError
 from midstream.interleaving.asking import Asking
 from midstream.interleaving.copies import Rows
+from midstream.interleaving.declared import Declared
 from midstream.interleaving.events import Check, Event
 from midstream.interleaving.indices import IndexCheck, Limit
 from midstream.interleaving.locations import ENGINE_ORDER, SKIP, Location
@@ -51,6 +52,7 @@ class Interleaver:
         tapping: forwards that run as recorded ones.
         asking: what blocks may ask for.
         around_calls: entered around each call of a module that a block makes itself.
+        declared: the locations that blocks may ask for; None for all.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Interleaver:
         self._runs: Sequence[Run] = ()
         self._replays, self.logged = Replays(), False
         self.around_calls: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.declared: Declared | None = None
         self.tapping, self.asking = Tapping(self), Asking(self)
         self.serving, self.standing = Serving(self), Standing(self)
         self.in_forward = False
@@ -177,6 +180,7 @@ class Interleaver:
             and self.in_step
             and not self._skipping
             and location.within is None
+            and (self.declared is None or location in self.declared)
         )
 
     def serve(self, location: Location, value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +22,7 @@ from midstream.interleaving.shares import Share, Sheet, Unseen
 from midstream.interleaving.snapshots import Snapshots
 
 if TYPE_CHECKING:
+    from midstream.interleaving.declared import Declared
     from midstream.interleaving.run import Run
 
 
@@ -36,6 +37,7 @@ class Wanted:
         dtype: what floating-point values are converted to; None leaves them as they are.
         non_blocking: copy to the CPU beside the forward, into page-locked memory.
         detach: take values out of the graph of gradients.
+        only: the locations that were declared; None where all are served.
     """
 
     paths: tuple[str, ...]
@@ -44,6 +46,7 @@ class Wanted:
     dtype: torch.dtype | None = None
     non_blocking: bool = False
     detach: bool = True
+    only: frozenset[Location] | None = None
 
     @property
     def form(self) -> Form:
@@ -53,7 +56,8 @@ class Wanted:
     @cached_property
     def locations(self) -> frozenset[Location]:
         """What is recorded."""
-        return frozenset(Location(path, side) for path in self.paths for side in self.sides)
+        found = frozenset(Location(path, side) for path in self.paths for side in self.sides)
+        return found if self.only is None else found & self.only
 
 
 def wanted(
@@ -81,6 +85,7 @@ def open_cache(run: Run, tree: Tree, modules: Any, wanted: dict[str, Any]) -> Ca
 
     Raises:
         ValueError: the block has met the forward already, or a module is not in the model.
+        OutOfOrderError: a module was not declared, on an engine with declared taps.
     """
     interleaver = run.interleaver
     if run.marks is not None or interleaver is None or not interleaver.in_step:
@@ -90,9 +95,20 @@ def open_cache(run: Run, tree: Tree, modules: Any, wanted: dict[str, Any]) -> Ca
             f"{where}: what the model has passed cannot be recorded any more."
         )
     paths = _paths(tree, modules)
-    cache = Cache({}, _aliases(tree, paths))
-    run.recorders.append(Recorder(cache, Wanted(tuple(paths), **wanted), run.snapshots))
+    asked = Wanted(tuple(paths), **wanted)
+    if interleaver.declared is not None:
+        asked = _declared(asked, interleaver.declared, chosen=modules is not None)
+    cache = Cache({}, _aliases(tree, asked.paths))
+    run.recorders.append(Recorder(cache, asked, run.snapshots))
     return cache
+
+
+def _declared(wanted: Wanted, declared: Declared, *, chosen: bool) -> Wanted:
+    """What a cache records where locations were declared."""
+    only = declared.recorded(sorted(wanted.locations), chosen=chosen)
+    there = {location.path for location in only}
+    paths = tuple(path for path in wanted.paths if path in there)
+    return replace(wanted, paths=paths, only=only)
 
 
 def _paths(tree: Tree, modules: Any) -> list[str]:
@@ -296,7 +312,7 @@ class Recordings(dict[str, list[Group]]):
             rows, sizes: as in ``Interleaver.phase``.
             hidden: blocks for whose request the module did not run.
         """
-        groups = [group for group in self[location.path] if location.side in group.wanted.sides]
+        groups = [group for group in self[location.path] if _records(group.wanted, location)]
         if groups:
             call = Call.of(value, sizes)
             for batch in self._of(groups, rows, hidden):
@@ -326,6 +342,12 @@ class Recordings(dict[str, list[Group]]):
     def _begin(self, batches: list[Batch]) -> list[Batch]:
         self._begun += batches
         return batches
+
+
+def _records(wanted: Wanted, location: Location) -> bool:
+    if location.side not in wanted.sides:
+        return False
+    return wanted.only is None or location in wanted.only
 
 
 def _batches(

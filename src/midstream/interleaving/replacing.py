@@ -50,7 +50,8 @@ class Replacing:
         self._replaced[path] = (module, own)
         made = self._made.get(path)  # wrapping anew in every step would cost as much as a visit
         if made is None or made[0] is not own:
-            made = self._made[path] = (own, _told(self._wrap(path, module.forward), module.forward))
+            forward = module.forward  # one object, which the wrapper is seen to hold
+            made = self._made[path] = (own, _told(self._wrap(path, forward), forward))
         module.__dict__["forward"] = made[1]
 
     def restore(self) -> None:

@@ -54,7 +54,10 @@ class Tapped:
 
     Attributes:
         live: whether blocks are served; while it is recorded they are not.
+        complete: whether it has breaks at all that blocks may ask for, so that it serves them all.
     """
+
+    complete = False
 
     def __init__(self, interleaver: Interleaver, needs: Needs):
         self._interleaver, self.needs = interleaver, needs
@@ -83,11 +86,16 @@ class Tapped:
         modules = dict(self._interleaver.modules)
         replacing = Replacing(modules, partial(self._with_breaks, recorder))
         try:
-            for path in {location.path for location in self.needs.locations} - {""}:
+            for path in self.paths - {""}:
                 replacing.replace(path)
             return self._with_breaks(recorder, "", forward)(**kwargs)
         finally:
             replacing.restore()
+
+    @property
+    def paths(self) -> set[str]:
+        """The modules that have breaks."""
+        return {location.path for location in self.needs.locations}
 
     def _with_breaks(self, recorder: Recorder, path: str, forward: Forward) -> Forward:
         entry, leave = Location(path, "input"), Location(path, "output")

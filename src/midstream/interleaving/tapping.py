@@ -46,7 +46,11 @@ class Tapping:
         Returns:
             None if there is no guess, or if it is wrong already.
         """
-        if not self._interleaver.order.known or self._interleaver.runs_anew:
+        if self._interleaver.runs_anew:
+            return None
+        if self._interleaver.declared is not None:
+            return self._interleaver.declared.guess
+        if not self._interleaver.order.known:
             return None
         guess = self.routes.guess({run.code for run in runs})
         if guess is None or not guess.needs.locations.issuperset(self._interleaver.wanted()):
@@ -55,6 +59,8 @@ class Tapping:
 
     def learn(self, runs: Sequence[Run]) -> None:
         """Take in what blocks have visited. Their first step is another matter, and comes once."""
+        if self._interleaver.declared is not None:
+            return
         behind = self._interleaver.order.is_behind_forward
         for run in runs:
             if run.visit and run.code is not None:
@@ -78,7 +84,10 @@ class Tapping:
         """
         self._tapped, self.has_missed, tapped.live = tapped, False, True
         self._late.clear()
-        self.again.begin(inputs)
+        if tapped.complete:  # it shows the order of the breaks alone
+            self._interleaver.order.learning = False
+        else:
+            self.again.begin(inputs)
         try:
             with self._interleaver.phase(rows, sizes, logged=True, by_hand=False):
                 yield
@@ -96,7 +105,10 @@ class Tapping:
 
     def expect(self, location: Location) -> None:
         """Note that a block waits for a location in a recorded forward."""
-        if self._tapped is not None and location not in self._tapped.needs.locations:
+        tapped = self._tapped
+        if tapped is None or tapped.complete:
+            return
+        if location not in tapped.needs.locations:
             behind = self._interleaver.order.is_behind_forward(location)
             self.has_missed = self.has_missed or not behind
 

@@ -74,7 +74,11 @@ def _add_ours(group: Any) -> None:
         help="API keys whose edits act on everyone's requests, and that may clear all edits "
         f"(or {_ADMIN} in the environment).",
     )  # fmt: skip
-    group.add_argument("--taps", nargs="*", default=[], help="Not supported yet: leave it out.")
+    group.add_argument(
+        "--taps", nargs="*", default=[], metavar="PATTERN",
+        help="The only locations that blocks may ask for, such as 'model.layers.*.output'; graphs "
+        "are captured for them. All are served without it.",
+    )  # fmt: skip
     group.add_argument(
         "--block-timeout", type=float, default=limits.block_timeout,
         help="Seconds that a block may take in one step of its request.",
@@ -152,10 +156,6 @@ def _refuse(args: argparse.Namespace) -> None:
             "VLLM_SERVER_DEV_MODE is set: its routes call the engine's workers directly, past all "
             "that keeps clients apart. Unset it."
         )
-    if args.taps:
-        raise UnsupportedError(
-            "--taps is not supported yet: leave it out, every location is served."
-        )
     if args.headless or (args.api_server_count or 1) > 1:
         raise UnsupportedError(
             "--headless and --api-server-count above 1 are not supported: edits and traces are "
@@ -168,7 +168,7 @@ def _refuse(args: argparse.Namespace) -> None:
 
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """What `VLLM(...)` is built with: vLLM's engine arguments that were given, and the limits."""
+    """What `VLLM(...)` is built with: vLLM's engine arguments that were given, and ours."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     given, usual = AsyncEngineArgs.from_cli_args(args), AsyncEngineArgs(args.model)
@@ -183,6 +183,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "disable_log_stats": args.disable_log_stats,  # counted for /metrics
         "block_timeout": args.block_timeout,
         "max_save_bytes": args.max_save_bytes,
+        "taps": args.taps,
     }
 
 

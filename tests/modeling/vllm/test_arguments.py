@@ -46,7 +46,6 @@ def path(monkeypatch: pytest.MonkeyPatch) -> str:
         ("enable_sleep_mode", True),
         ("enable_dbo", True),
         ("runner", "pooling"),
-        ("taps", ["model.layers.*.output"]),
     ],
 )
 def test_what_blocks_cannot_work_with(path: str, argument: str, value: Any) -> None:

@@ -197,7 +197,7 @@ class Sources:
         """Carry out one operation between its two hand-overs."""
         enter, leave = sides
         hand_over = self._interleaver.hand_over
-        check = self._check(enter, callee, (args, kwargs))
+        check = self.check_of(enter, callee, (args, kwargs))
         args, kwargs = hand_over(enter, (args, kwargs), check=check)
         if callee is None:
             (value,) = args
@@ -205,9 +205,9 @@ class Sources:
             value = self.call(enter.path, callee, args, kwargs)
         else:
             value = callee(*args, **kwargs)
-        return hand_over(leave, value, check=self._check(leave, None, value))
+        return hand_over(leave, value, check=self.check_of(leave, None, value))
 
-    def _check(self, location: Location, callee: Any, value: Any) -> Check | None:
+    def check_of(self, location: Location, callee: Any, value: Any) -> Check | None:
         """What keeps blocks from writing indices that the model cannot look up."""
         limit = self._interleaver.limit
         if limit is None or location not in self._interleaver.waiting:

@@ -13,6 +13,7 @@ from midstream.interleaving.node import Node
 from midstream.interleaving.source import Operation, Source
 from midstream.modeling.vllm import arguments as args
 from midstream.modeling.vllm import bootstrap, meta, prompts
+from midstream.modeling.vllm import taps as declared
 from midstream.modeling.vllm.asynchronous.engine import AsyncEngine
 from midstream.modeling.vllm.asynchronous.model import Asynchronous
 from midstream.modeling.vllm.building import refuse_reimport
@@ -52,7 +53,11 @@ class VLLM(Elsewhere, Asynchronous, Generating, Editable, Storing, Sessions, Eng
         repo: checkpoint folder or repository id.
         mode: "sync", or "async" for an engine that serves one event loop: traces are awaited
             (``tracer.backend``), and calls that wait for the engine have awaitable forms.
-        taps: must be empty: every location is served.
+        taps: the only locations that blocks may ask for, beside `logits`, `samples` and
+            `tracer.result`: "model.layers.*.output", "model.layers.3.mlp.input",
+            "model.layers.3.mlp.source.act_fn_0.output"; * is one part of a path. CUDA graphs
+            with breaks there are captured when the engine is built, for all decode steps with a
+            block. Without taps every location is served, and the engine learns which are used.
         dispatch: build the engine now.
         rename: further names for modules: path ("model.layers") or last part of one ("layers") to
             a name or a list of names.
@@ -69,14 +74,17 @@ class VLLM(Elsewhere, Asynchronous, Generating, Editable, Storing, Sessions, Eng
     Attributes:
         repo: as given.
         mode: as given.
-        taps: declared taps; empty.
+        taps: the patterns as given; of an engine that is up, or a server, the full names of the
+            locations: in the patterns' order, those of one pattern in the tree's. Empty where
+            every location is served.
 
     Raises:
         EngineBuildError: no fitting vLLM is installed, a setting selects its older model runner,
             or the engine did not come up.
         UnsupportedError: an engine argument that blocks cannot work with.
         TypeError: an unknown engine argument.
-        ValueError: an unknown mode, or a `worker_cls` or `scheduler_cls` not derived from ours.
+        ValueError: an unknown mode, a `worker_cls` or `scheduler_cls` not derived from ours, a tap
+            that names nothing (without ``dispatch`` too), or an argument that contradicts taps.
     """
 
     def __init__(
@@ -99,11 +107,12 @@ class VLLM(Elsewhere, Asynchronous, Generating, Editable, Storing, Sessions, Eng
         self._engine = self._async_engine = None
         self._lock = threading.RLock()  # an engine runs one trace; other threads wait
         self._session: Session | None = None
-        self.taps: tuple[str, ...] = tuple(taps)
+        self._taps: tuple[str, ...] = ()
+        self._patterns: tuple[str, ...] = ()
         self._edits, self._stored = EditRegistry(self), no_objects()
         self._tokenizer: Any = None
         if serve is not None:
-            refuse_local(dispatch, rename, engine)
+            refuse_local(dispatch, rename, {**({"taps": taps} if taps else {}), **engine})
             super().__init__(self._tree_from(serve, api_key))
             return
         self._server(None, api_key)  # refuses a key without a server
@@ -115,15 +124,9 @@ class VLLM(Elsewhere, Asynchronous, Generating, Editable, Storing, Sessions, Eng
         if dispatch:
             refuse_reimport()  # before what takes long
         args.refuse(engine)
-        if taps:
-            raise UnsupportedError(
-                "taps= is not supported yet: leave it out, every location is served."
-            )
+        self._patterns = declared.check(taps, engine)
         bootstrap.prepare_process(self._vllm)
         limits = Limits.taken_from(engine)
-        self._settings = _with_ours(
-            engine, {"rename": dict(rename or {}), "limits": limits.changed()}
-        )
         known, of_async = _engine_arguments(mode)
         args.check_known(engine, known | of_async, "an argument of vLLM's engine", _OURS)
         args.check_classes(engine, cpu=self._vllm.cpu)
@@ -131,6 +134,16 @@ class VLLM(Elsewhere, Asynchronous, Generating, Editable, Storing, Sessions, Eng
             of_model = {name: engine[name] for name in engine.keys() - of_async}
             root, self._model_config = meta.build(self.repo, of_model)
         super().__init__(root, rename)
+        locations = declared.resolve(self._patterns, self.tree)
+        self._taps = tuple(location.name for location in locations)
+        self._settings = _with_ours(
+            engine,
+            {
+                "rename": dict(rename or {}),
+                "limits": limits.changed(),
+                "taps": declared.as_data(locations),
+            },
+        )
         if dispatch:
             self.dispatch()
 
@@ -140,6 +153,11 @@ class VLLM(Elsewhere, Asynchronous, Generating, Editable, Storing, Sessions, Eng
     def dispatched(self) -> bool:
         """Whether the engine is up."""
         return self._engine is not None or self._async_engine is not None
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """The declared taps: as given, and resolved where an engine, or a server, serves them."""
+        return self._taps if self.dispatched or self._is_elsewhere else self._patterns
 
     @property
     def vllm_entrypoint(self) -> Any:

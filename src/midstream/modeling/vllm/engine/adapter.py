@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from midstream.errors import MidstreamError
+from midstream.interleaving.breaks import DeclaredForward
 from midstream.interleaving.copies import Rows
 from midstream.interleaving.locations import LOGITS, SAMPLES
 from midstream.interleaving.replays import Replay
@@ -33,7 +34,8 @@ from midstream.modeling.vllm.engine.cuda_graphs import (
     captures_decodes,
     has_state,
 )
-from midstream.modeling.vllm.engine.graphs import Graph, Record, TappedGraphs
+from midstream.modeling.vllm.engine.declared import DeclaredGraphs, warn_without_graphs
+from midstream.modeling.vllm.engine.graphs import Graph, TappedGraphs
 from midstream.modeling.vllm.engine.host import BlockHost, Progress
 from midstream.modeling.vllm.engine.indices import index_limit
 from midstream.modeling.vllm.engine.kernels import EagerKernels
@@ -80,6 +82,7 @@ class BlockRunner:
             stateful=self._stateful_layers(),
             limits=Limits(**ours.get("limits", {})),
             step_timeout=_SHARE * envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
+            taps=ours.get("taps", ()),
         )
         self.statistics = Statistics()
         self._kernels = EagerKernels(self.model, self.vllm_config)
@@ -87,7 +90,7 @@ class BlockRunner:
         self._active: dict[str, list[Run]] = {}
         self._replays: dict[str, list[Replay]] = {}
         self._eager = False
-        self.graphs: TappedGraphs | None = None
+        self.graphs: TappedGraphs | DeclaredGraphs | None = None
         self._guess: Guess | None = None
         self._graph: Graph | None = None
         self._prepared: dict[str, Any] = {}
@@ -116,19 +119,54 @@ class BlockRunner:
             return
         manager.dispatch = self._dispatch(manager, manager.dispatch)
         manager.run_fullgraph = self._full_graph(manager.run_fullgraph)
-        if self.graph_bytes and not has_state(self.kv_cache_config):
+        if self._captures_blocks():
             self.keep_graphs(CudaGraphs(self, self._kernels))
+
+    def _captures_blocks(self) -> bool:
+        """Whether steps with blocks become graphs."""
+        if self.blocks.interleaver.declared is None:
+            return bool(self.graph_bytes) and not has_state(self.kv_cache_config)
+        captures = captures_decodes(self.vllm_config)  # a state too: no step runs twice
+        if not captures and self.device.type != "cpu":
+            warn_without_graphs()
+        return captures
+
+    def capture_model(self, *args: Any, profile_only: bool = False, **kwargs: Any) -> int:
+        """Capture vLLM's own graphs, then those of declared taps.
+
+        Args:
+            profile_only: find out how much memory they will take.
+
+        Returns:
+            Bytes of GPU memory that all of them take.
+        """
+        taken: int = super().capture_model(  # type: ignore[misc]
+            *args, profile_only=profile_only, **kwargs
+        )
+        if isinstance(self.graphs, DeclaredGraphs):
+            taken += self.graphs.estimate() if profile_only else self.graphs.capture_all()
+        return taken
 
     @property
     def graph_bytes(self) -> int:
-        """Memory that graphs with blocks may take; 0 if there are none."""
+        """Memory to leave for graphs captured between steps; 0 if there are none."""
+        if self.blocks.interleaver.declared is not None:
+            return 0  # they are captured with vLLM's own, and counted with these
         limits = self.blocks.limits
         wanted = limits.max_graphs and captures_decodes(self.vllm_config)
         return int(limits.max_graph_bytes) if wanted else 0
 
-    def keep_graphs(self, record: Record) -> None:
-        """Have steps whose locations are known recorded, and run again."""
+    def keep_graphs(self, record: Any) -> None:
+        """Have steps whose locations are known recorded, and run again.
+
+        Args:
+            record: a ``Record``; with declared taps a ``RecordAll``.
+        """
         limits, interleaver = self.blocks.limits, self.blocks.interleaver
+        if interleaver.declared is not None:
+            make, needs = partial(DeclaredForward, interleaver), interleaver.declared.guess.needs
+            self.graphs = DeclaredGraphs(make, record, needs)
+            return
         self.graphs = TappedGraphs(
             partial(Tapped, interleaver), record, limits.max_graphs, limits.max_graph_bytes
         )

@@ -94,6 +94,12 @@ class CudaGraphs:
         """Whether a batch is of requests with one token each, and has a graph of vLLM's."""
         return bool(shape.cg_mode == CUDAGraphMode.FULL and shape.uniform_token_count == 1)
 
+    def shapes(self) -> list[BatchExecutionDescriptor]:
+        """All of these that vLLM captures graphs for, the largest first."""
+        captured = self._runner.cudagraph_manager._capture_descs.get(CUDAGraphMode.FULL, [])
+        shapes = (shape for shape in captured if self.serves(shape))
+        return sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True)
+
     @torch.inference_mode()
     def __call__(self, shape: BatchExecutionDescriptor, tapped: Tapped) -> Recorded:
         """Capture the forward for one shape of batch. Waits for all that is under way."""

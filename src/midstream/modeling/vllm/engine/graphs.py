@@ -66,6 +66,10 @@ class Counts:
     held: int = 0
     bytes: int = 0
 
+    def report(self) -> dict[str, int]:
+        """The counts as plain data."""
+        return asdict(self)
+
 
 class TappedGraphs:
     """The graphs of one worker, by the shape of the batch and by what they offer.
@@ -153,4 +157,4 @@ class TappedGraphs:
 
     def report(self) -> dict[str, int]:
         """The counts as plain data."""
-        return asdict(self.counts)
+        return self.counts.report()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from midstream.interleaving.run import Run
 from midstream.interleaving.source import find_source
 from midstream.interleaving.watchdog import Clock
 from midstream.modeling.vllm.engine.commons import Commons
+from midstream.modeling.vllm.engine.declared import declared
 from midstream.modeling.vllm.engine.edits import InstalledEdits
 from midstream.modeling.vllm.engine.inside import BlockModel, BlockTracer, Rename
 from midstream.modeling.vllm.engine.layers import containing
@@ -43,6 +44,7 @@ class BlockHost:
         stateful: the layers that run whoever skips them.
         limits: what a block may take.
         step_timeout: seconds that all blocks of a step may take together.
+        taps: the locations that blocks may ask for, see ``taps.as_data``; none for all.
 
     Attributes:
         commons: what requests to come have in common.
@@ -57,6 +59,7 @@ class BlockHost:
         stateful: Iterable[Any] = (),
         limits: Limits | None = None,
         step_timeout: float = math.inf,
+        taps: Sequence[Sequence[str | None]] = (),
     ):
         self.limits = limits or Limits()
         self.clock = Clock(self.limits.block_timeout, step_timeout)
@@ -64,6 +67,7 @@ class BlockHost:
         self.tracer = BlockTracer(self.model.tree)
         always = containing(self.model.tree, {id(layer) for layer in stateful})
         self.interleaver = Interleaver(self.model.tree.modules, limit, always)
+        self.interleaver.declared = declared(self.model.tree, taps)
         self.edits, self.stored, self.commons = InstalledEdits(), Store(), Commons()
         self._admitted: dict[str, HostedRequest] = {}
         self._parked: dict[str, HostedRequest] = {}

@@ -27,6 +27,7 @@ class Elsewhere:
     repo: str
     _lock: threading.RLock
     _home: tuple[str, str | None] | None = None
+    _taps: tuple[str, ...]
     _servers: dict[tuple[str, str | None], Server | AsyncServer]
 
     @property
@@ -64,7 +65,7 @@ class Elsewhere:
             found = server.about()
         finally:
             server.close()
-        self._home = serve, api_key
+        self._home, self._taps = (serve, api_key), tuple(found.taps)
         return stand_in(found.tree)
 
     def _check_settings(self, settings: Mapping[str, Any], *, streams: bool = False) -> None:
