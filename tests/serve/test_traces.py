@@ -207,6 +207,25 @@ def test_too_many_traces(server: Server, ask: Ask) -> None:
     assert ask("POST", TRACES, json=body).status_code == 200
 
 
+def test_answers_that_nobody_reads(server: Server, ask: Ask) -> None:
+    """A trace counts until its client has taken what it brought home, and so holds no more."""
+    code = "import torch\nx = torch.ones(1 << 24, dtype=torch.uint8).save()"
+    body = {"prompt": [3], "settings": {"max_tokens": 1}, "code": code}
+    with httpx.Client(headers={"Authorization": f"Bearer {BOB}"}, timeout=60) as http:
+        with http.stream("POST", server.url + TRACES, json=body) as unread:
+            assert unread.status_code == 200
+            plain = {"prompt": [3], "settings": {"max_tokens": 1}, "background": True}
+            started = [ask("POST", TRACES, BOB, json=plain) for _ in range(40)]
+    assert [reply.status_code for reply in started] == [202] * 39 + [429]
+    for reply in started[:39]:
+        path = f"{TRACES}/{reply.json()['id']}"
+        assert ask("DELETE", path, BOB).status_code == 200
+    deadline = time.monotonic() + 20  # the connection that was left has been seen to be closed
+    while (last := ask("POST", TRACES, BOB, json=plain)).status_code == 429:
+        assert time.monotonic() < deadline
+    assert ask("DELETE", f"{TRACES}/{last.json()['id']}", BOB).status_code == 200
+
+
 def test_two_clients_at_once(server: Server, ask: Ask) -> None:
     """Each gets what its own block saved (case 99, E24)."""
     found: dict[int, Any] = {}

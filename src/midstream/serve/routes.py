@@ -101,9 +101,10 @@ async def run_trace(request: Request) -> Response:
         return _answer(request, {"id": trace.id, "status": "running"}, 202)
     try:
         await _or_gone(request, trace.task)
-        return await served.reply(trace, packed=FRAMES in request.headers.get("accept", ""))
-    finally:
+    except BaseException:
         served.traces.forget(trace)
+        raise
+    return await served.reply(trace, packed=FRAMES in request.headers.get("accept", ""))
 
 
 async def _or_gone(request: Request, task: Any) -> None:
@@ -136,10 +137,7 @@ async def fetch_trace(request: Request) -> Response:
     await asyncio.wait([trace.task], timeout=_wait(request))
     if not trace.task.done():
         return _answer(request, {"id": trace.id, "status": "running"}, 202)
-    try:
-        return await served.reply(trace, packed=FRAMES in request.headers.get("accept", ""))
-    finally:
-        served.traces.forget(trace)
+    return await served.reply(trace, packed=FRAMES in request.headers.get("accept", ""))
 
 
 def _wait(request: Request) -> float:
