@@ -29,16 +29,6 @@ def closed() -> Iterator[Server]:
         made.end()
 
 
-@pytest.fixture(scope="module")
-def killed() -> Iterator[Server]:
-    """A server that is killed."""
-    made = Server("--api-key", "key", VLLM_LOGGING_LEVEL="WARNING")
-    try:
-        yield made.wait()
-    finally:
-        made.end()
-
-
 @pytest.fixture
 def killed_by_a_block() -> Iterator[Server]:
     """A server whose engine is going to end."""
@@ -133,16 +123,6 @@ def test_an_engine_that_ends(killed_by_a_block: Server) -> None:
         assert "engine has ended" in each.json()["error"]["message"]
         assert "a block sent as text" not in each.text
     assert killed_by_a_block.process.wait(60) == 1, killed_by_a_block.log()
-    assert ended(below, 10)
-
-
-def test_killed(killed: Server) -> None:
-    """Ten seconds after SIGKILL of the server no engine is left (E28)."""
-    below = killed.below()
-    assert below
-    body = {"prompt": "t3", "settings": {"max_tokens": 450}, "background": True, "code": "pass"}
-    assert json_call(killed.url, "POST", TRACES, "key", json=body).status_code == 202
-    killed.process.kill()
     assert ended(below, 10)
 
 

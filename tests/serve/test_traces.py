@@ -169,6 +169,16 @@ def test_requests_cannot_be_aborted_past_their_owners(ask: Ask) -> None:
     assert refused.status_code == 403
 
 
+@pytest.mark.parametrize("wait", ["-1", "61", "nan", "inf", "soon", ""])
+def test_how_long_a_trace_is_waited_for(ask: Ask, wait: str) -> None:
+    """It is seconds from 0 to 60, as the description says; what was not fetched is still there."""
+    body = {"prompt": [3], "settings": {"max_tokens": 1}, "background": True}
+    path = f"{TRACES}/{ask('POST', TRACES, json=body).json()['id']}"
+    refused = ask("GET", f"{path}?wait={wait}")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "wait")
+    assert ask("GET", f"{path}?wait=60").status_code == 200
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away(server: Server, ask: Ask, stream: bool) -> None:
     """A closed connection ends the trace, while stock servers go on (E25)."""

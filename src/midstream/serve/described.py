@@ -45,6 +45,7 @@ _CODE = {
     "format": "python",
     "description": "Python that uses `model` and `tracer`; empty for none.",
 }
+_EDIT_NAME = {"type": "string", "format": "edit", "minLength": 1, "maxLength": 200}
 _SETTINGS = {
     "type": "object",
     "description": "Sampling settings. Others of vLLM's sampling parameters are taken too.",
@@ -57,7 +58,11 @@ _SETTINGS = {
         "seed": {"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**63 - 1},
         "ignore_eos": _FLAG,
         "stream_saves": _FLAG,
-        "edits": {"type": ["array", "null"], "items": _TEXT, "description": "Names of edits."},
+        "edits": {
+            "type": ["array", "null"],
+            "items": _EDIT_NAME,
+            "description": "Names of installed edits.",
+        },
     },
     "additionalProperties": False,
 }
@@ -148,7 +153,7 @@ _WAIT = {
     "name": "wait",
     "in": "query",
     "required": False,
-    "description": "Seconds to wait for it, at most 60.",
+    "description": "Seconds to wait for it.",
     "schema": {"type": "number", "minimum": 0, "maximum": 60},
 }
 _RUNS = {

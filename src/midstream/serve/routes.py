@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -142,10 +143,10 @@ async def fetch_trace(request: Request) -> Response:
 
 def _wait(request: Request) -> float:
     text = request.query_params.get("wait", "0")
-    try:
-        return min(max(float(text), 0.0), 60.0)
-    except ValueError:
-        raise Problem(400, f"wait={text[:50]!r}: expected seconds.", param="wait") from None
+    with suppress(ValueError):
+        if 0 <= (seconds := float(text)) <= 60:
+            return seconds
+    raise Problem(400, f"wait={text[:50]!r}: expected seconds, 0 to 60.", param="wait")
 
 
 @router.delete(TRACES + "/{id}", openapi_extra=described.CANCEL, response_class=Response)

@@ -311,4 +311,9 @@ def unreachable(url: str, error: httpx.HTTPError) -> ServerError:
     what = "did not answer in time" if isinstance(error, httpx.TimeoutException) else "failed"
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         what = "cannot be reached"
-    return ServerError(f"{url} {what}: {type(error).__name__}: {error}")
+    hint = ""
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        hint = (
+            ". If its certificate is your own, name the file in SSL_CERT_FILE in the environment."
+        )
+    return ServerError(f"{url} {what}: {type(error).__name__}: {error}{hint}")
