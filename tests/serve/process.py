@@ -23,6 +23,9 @@ FLAGS = (
     *("--max-num-seqs", "32", "--kv-cache-memory-bytes", str(1 << 28)),
     *("--served-model-name", "tiny"),
 )
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+"""A chat template: what is said, and nothing else."""
+
 _THREADS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 

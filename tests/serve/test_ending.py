@@ -61,6 +61,12 @@ def test_no_code(closed: Server) -> None:
         {"Origin": "http://evil.example"},
         {"Origin": "null"},
         {"Origin": "http://127.0.0.1.evil.example"},
+        {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
+        {
+            "Sec-Fetch-Site": "cross-site",
+            "Sec-Fetch-Mode": "navigate",
+            "Sec-Fetch-Dest": "document",
+        },
     ],
 )
 def test_pages_from_elsewhere(closed: Server, headers: dict[str, str]) -> None:
@@ -69,8 +75,11 @@ def test_pages_from_elsewhere(closed: Server, headers: dict[str, str]) -> None:
     for path in ("/v1/completions", TRACES):
         reply = json_call(closed.url, "POST", path, json=body, headers=headers)
         assert reply.status_code == 403
-    ours = {"Origin": closed.url}
+    ours = {"Origin": closed.url, "Sec-Fetch-Site": "same-origin"}
     assert json_call(closed.url, "GET", "/midstream/state", headers=ours).status_code == 200
+    follows = "Sec-Fetch-Dest" in headers  # a link to the page from elsewhere
+    reply = json_call(closed.url, "GET", "/midstream", headers=headers)
+    assert reply.status_code == (200 if follows else 403)
 
 
 def test_told_to_end(closed: Server) -> None:

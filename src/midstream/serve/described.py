@@ -37,8 +37,12 @@ _ERROR = {
 _TOKEN: dict[str, Any] = {"type": "integer", "minimum": 0}
 _MESSAGE = {
     "type": "object",
-    "required": ["role", "content"],
-    "properties": {"role": {"enum": ["system", "user", "assistant"]}, "content": _TEXT},
+    "required": ["role"],
+    "properties": {
+        "role": _TEXT,
+        "content": {"anyOf": [_TEXT, {"type": "array", "items": _ANY}, {"type": "null"}]},
+    },
+    "description": "What the model's chat template takes.",
 }
 _CODE = {
     "type": "string",
@@ -55,7 +59,7 @@ _SETTINGS = {
         "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
         "top_k": {"type": "integer", "minimum": -1, "maximum": 2**31 - 1},
         "n": {"type": "integer", "minimum": 1, "maximum": 1024},
-        "seed": {"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**63 - 1},
+        "seed": {"type": ["integer", "null"], "minimum": -(2**63), "exclusiveMaximum": 2**63},
         "ignore_eos": _FLAG,
         "stream_saves": _FLAG,
         "edits": {

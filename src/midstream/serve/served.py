@@ -28,7 +28,7 @@ from midstream.modeling.vllm.remote.wire import (
     decode,
 )
 from midstream.modeling.vllm.wire import Payload
-from midstream.serve import calls, reports
+from midstream.serve import asked, calls, reports
 from midstream.serve.access import Access, Owner
 from midstream.serve.flags import Bounds
 from midstream.serve.installed import Installed
@@ -73,7 +73,10 @@ class Served:
         self.call = self.engine.call
         self.state: Any = None
         self.about = self._about()
-        self.vocabulary = int(self.engine.llm.model_config.get_vocab_size())
+        config = self.engine.llm.model_config
+        self.vocabulary = int(config.get_vocab_size())
+        words = self._model.tokenizer.get_vocab() if self._model.tokenizer else ()
+        self._longest_text = config.max_model_len * max(map(len, words), default=0)
 
     def _about(self) -> dict[str, Any]:
         config = self.engine.llm.model_config
@@ -125,6 +128,8 @@ class Served:
         payload = Payload(request.block, request.keep, edits, stream=stream)
         has_blocks = bool(payload.block or payload.edits)
         prompt = dict(request.prompt)
+        if self._longest_text:
+            asked.check_text(prompt, self._longest_text)
         if "messages" in prompt:
             prompt = prompts.single(prompt["messages"], self._tokenizer())
         if has_blocks:
