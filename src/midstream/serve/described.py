@@ -35,12 +35,13 @@ _ERROR = {
     },
 }
 _TOKEN: dict[str, Any] = {"type": "integer", "minimum": 0}
+_PROMPT: dict[str, Any] = {"type": "string", "format": "prompt"}
 _MESSAGE = {
     "type": "object",
     "required": ["role"],
     "properties": {
         "role": _TEXT,
-        "content": {"anyOf": [_TEXT, {"type": "array", "items": _ANY}, {"type": "null"}]},
+        "content": {"anyOf": [_PROMPT, {"type": "array", "items": _ANY}, {"type": "null"}]},
     },
     "description": "What the model's chat template takes.",
 }
@@ -74,7 +75,7 @@ _TRACE_BODY = _object(
     ("prompt",),
     prompt={
         "anyOf": [
-            {"type": "string", "minLength": 1},
+            {**_PROMPT, "minLength": 1},
             {"type": "array", "items": _TOKEN, "minItems": 1},
             {"type": "array", "items": _MESSAGE, "minItems": 1},
         ]
