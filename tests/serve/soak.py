@@ -106,7 +106,7 @@ class Soak:
 
     def _client(self, number: int) -> httpx.AsyncClient:
         key = self._keys[number % len(self._keys)] if self._keys else ""
-        headers = {"Authorization": f"Bearer {key}"}
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         return httpx.AsyncClient(base_url=self._url, headers=headers, timeout=120)
 
     async def _asking(self, number: int, end: float, kinds: Sequence[str]) -> None:
