@@ -3,12 +3,14 @@
     python benchmarks/serve.py [--repeats N] [--megabytes N] [--out FILE]
 
 A server and an engine of this process, both on a tiny random Llama, are measured in turns over
-loopback. The raw download is of the same size, by the same HTTP client from a bare server.
+loopback. The raw download is of the same size, by httpx from a bare server; the save's time is that
+of the whole trace.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -105,7 +107,7 @@ def rows(local: Any, served: Any, given: argparse.Namespace) -> list[list[str]]:
     found = []
     for name, make in (("1 token", one_token), ("16 tokens", many_tokens)):
         here, there = interleaved_us([make(local), make(served)], repeats=given.repeats)
-        found.append([f"a trace of {name}, ms", *_line(here / 1e3, there / 1e3, "")])
+        found.append([f"a trace of {name}, ms", *_line(here / 1e3, there / 1e3)])
     with raw(size) as address, httpx.Client() as http:
         here, there, plain = interleaved_us(
             [large(local, size), large(served, size), lambda: http.get(address).content],
@@ -113,12 +115,13 @@ def rows(local: Any, served: Any, given: argparse.Namespace) -> list[list[str]]:
         )
     speeds = [size / 1e6 / (each / 1e6) for each in (here, there, plain)]
     name = f"a save of {given.megabytes} MiB, MB/s"
-    found.append([name, *_line(speeds[0], speeds[1], f"{speeds[2]:.0f}")])
+    share = [f"{speeds[2]:.0f}", f"{speeds[1] / speeds[2]:.2f}"]
+    found.append([name, *_line(speeds[0], speeds[1], *share)])
     return found
 
 
-def _line(here: float, there: float, plain: str) -> list[str]:
-    return [f"{here:.1f}", f"{there:.1f}", f"{there / here:.2f}", plain]
+def _line(here: float, there: float, plain: str = "", share: str = "") -> list[str]:
+    return [f"{here:.1f}", f"{there:.1f}", f"{there / here:.2f}", plain, share]
 
 
 def main() -> None:
@@ -129,6 +132,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/serve.md"))
     given = parser.parse_args()
     path = str(checkpoint("T-LLAMA", with_tokenizer=True))
+    load = f"{os.getloadavg()[0]:.1f}"
     server = Server()
     try:
         served = VLLM("tiny", serve=server.wait().url)
@@ -138,8 +142,10 @@ def main() -> None:
         served.close()
     finally:
         server.end()
-    header = ["", "in process", "over HTTP", "ratio", "raw download"]
-    write(given.out, "A server on loopback", [markdown("The same traces", header, lines)])
+    header = ["", "in process", "over HTTP", "ratio", "raw download", "HTTP of raw"]
+    asked = f"{given.repeats} rounds in turns; load of the machine before and after: {load}"
+    asked += f" and {os.getloadavg()[0]:.1f}.\n"
+    write(given.out, "A server on loopback", [asked, markdown("The same traces", header, lines)])
 
 
 if __name__ == "__main__":

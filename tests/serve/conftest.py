@@ -11,13 +11,12 @@ import pytest
 
 from midstream import VLLM
 from midstream.modeling.vllm import bootstrap
-from tests.serve.process import Server, json_call
+from tests.serve.process import TEMPLATE, Server, json_call
 
 # HuggingFace's model, the reference, imports Triton, which an engine in this process prepares first
 bootstrap.prepare_process(bootstrap.installed())
 
 ALICE, BOB, ROOT = "alice-key", "bob-key", "root-key"
-TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,9 @@ FLAGS = (
     *("--max-num-seqs", "32", "--kv-cache-memory-bytes", str(1 << 28)),
     *("--served-model-name", "tiny"),
 )
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+"""A chat template: what is said, and nothing else."""
+
 _THREADS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
@@ -62,7 +65,7 @@ class Server:
     def __init__(self, *more: str, model: str = "", flags: Sequence[str] = FLAGS, **variables: str):
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the server
         port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http{'s' * ('--ssl-keyfile' in more)}://127.0.0.1:{port}"
         model = model or str(checkpoint("T-LLAMA", with_tokenizer=True))
         self.process = subprocess.Popen(
             command("serve", model, "--port", str(port), *flags, *more),

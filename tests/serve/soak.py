@@ -3,7 +3,8 @@
     python -m tests.serve.soak [--seconds 120] [--clients 64]
 
 Every result is compared with what the same request gave alone. By hand it starts a server of its
-own and prints what was asked, and the median latency of plain chat with and without the others.
+own and prints what was asked, the median latency of plain chat with and without the others, and
+what server and engine hold before and after.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import psutil
+
+from tests.serve.process import TEMPLATE, Server
 
 TRACES = "/v1/midstream/traces"
 READ = """
@@ -77,28 +82,38 @@ class Soak:
             "plain": self._plain,
         }
 
-    async def run(self, clients: int, seconds: float, *, hangs: int = 0) -> Report:
-        """Have so many clients ask for so long; each kind has been asked for alone before."""
+    async def run(
+        self, clients: int, seconds: float, *, hangs: int = 0, kinds: Sequence[str] = ()
+    ) -> Report:
+        """Have so many clients ask for so long; each kind has been asked for alone before.
+
+        Args:
+            clients: how many.
+            seconds: for how long.
+            hangs: how many more send blocks that never end.
+            kinds: what they ask for; of all kinds, and twice as much plain chat, by default.
+        """
+        kinds = kinds or (*self._kinds, "plain")
         async with self._client(0) as http:
-            for kind in ("read", "edit", "plain"):
+            for kind in {"read", "edit", "plain"}.intersection(kinds):
                 for prompt in range(len(PROMPTS)):
                     self._alone[kind, prompt] = await self._kinds[kind](http, prompt)
         self.report = Report()
         end = time.monotonic() + seconds
-        tasks = [self._asking(number, end) for number in range(clients)]
+        tasks = [self._asking(number, end, kinds) for number in range(clients)]
         await asyncio.gather(*tasks, *(self._hanging(end) for _ in range(hangs)))
         return self.report
 
     def _client(self, number: int) -> httpx.AsyncClient:
         key = self._keys[number % len(self._keys)] if self._keys else ""
-        headers = {"Authorization": f"Bearer {key}"}
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         return httpx.AsyncClient(base_url=self._url, headers=headers, timeout=120)
 
-    async def _asking(self, number: int, end: float) -> None:
+    async def _asking(self, number: int, end: float, kinds: Sequence[str]) -> None:
         chance = random.Random(self._seed * 1000 + number)
         async with self._client(number) as http:
             while time.monotonic() < end:
-                kind = chance.choice([*self._kinds, "plain"])
+                kind = chance.choice(kinds)
                 prompt = chance.randrange(len(PROMPTS))
                 try:
                     found = await self._kinds[kind](http, prompt)
@@ -141,11 +156,13 @@ class Soak:
 
     async def _plain(self, http: httpx.AsyncClient, prompt: int) -> Any:
         start = time.perf_counter()
-        body = {"model": "tiny", "prompt": PROMPTS[prompt], "max_tokens": 6, "temperature": 0.0}
-        reply = await http.post("/v1/completions", json={**body, "ignore_eos": True})
+        text = " ".join(f"t{token}" for token in PROMPTS[prompt])
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
+        body = {**chat, "max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+        reply = await http.post("/v1/chat/completions", json=body)
         assert reply.status_code == 200, reply.text
         self.report.plain.append(time.perf_counter() - start)
-        return reply.json()["choices"][0]["text"]
+        return reply.json()["choices"][0]["message"]["content"]
 
     async def _hanging(self, end: float) -> None:
         """A block that never ends, now and then: each costs everyone `--block-timeout`."""
@@ -172,28 +189,55 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def held(server: Server) -> dict[str, Any]:
+    """What a server and its engine hold: what they run, files in shared memory, bytes."""
+    load = httpx.get(f"{server.url}/midstream/state", timeout=60).json()["load"]
+    sizes = [psutil.Process(pid).memory_info().rss >> 20 for pid in server.below()]
+    return {
+        **{name: load[name] for name in ("requests", "blocks", "shared segments")},
+        "files": len(list(Path("/dev/shm").glob("midstream-*"))),
+        "server, MiB": server.memory() >> 20,
+        "engine, MiB": sum(sizes),
+    }
+
+
+def settled(server: Server) -> dict[str, Any]:
+    """The same, once what clients have left has ended."""
+    for _ in range(100):
+        found = held(server)
+        if not (found["requests"] or found["blocks"]):
+            break
+        time.sleep(0.2)
+    return found
+
+
+def tell(name: str, report: Report) -> None:
+    """Print what came of a part of it."""
+    milliseconds = statistics.median(report.plain) * 1e3
+    print(f"{name}: right {dict(report.done)}, wrong {len(report.wrong)}", *report.wrong[:5])
+    print(f"{name}: plain chat took {milliseconds:.0f} ms (median of {len(report.plain)})")
+
+
 def main() -> None:
     """Start a server, and be its clients."""
-    from tests.serve.process import Server
-
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--clients", type=int, default=64)
     given = parser.parse_args()
-    server = Server("--block-timeout", "1", "--max-traces-per-key", "100")
+    flags = ("--block-timeout", "1", "--max-traces-per-key", "100", "--chat-template", TEMPLATE)
+    server = Server(*flags)
+    plain = max(1, given.clients // 3)  # about as many as ask for plain chat among all
     try:
         server.wait()
-        quiet = Soak(server.url, [])
-        quiet._kinds = {"plain": quiet._plain, "read": quiet._read, "edit": quiet._edit}
-        asyncio.run(quiet.run(1, 10.0))
-        before = server.memory()
-        report = asyncio.run(Soak(server.url, []).run(given.clients, given.seconds, hangs=1))
-        print(
-            f"right: {dict(report.done)}; wrong: {len(report.wrong)}", *report.wrong[:5], sep="\n"
-        )
-        for name, found in (("alone", quiet.report.plain), ("among all", report.plain)):
-            print(f"plain request {name}: {statistics.median(found) * 1e3:.0f} ms")
-        print(f"memory of the server: {(server.memory() - before) >> 20:+} MiB")
+        asyncio.run(Soak(server.url, []).run(given.clients, 10.0))  # what is allocated once
+        before = settled(server)
+        quiet = asyncio.run(Soak(server.url, []).run(plain, 20.0, kinds=["plain"]))
+        tell(f"{plain} clients without traces", quiet)
+        calm = asyncio.run(Soak(server.url, []).run(given.clients, given.seconds))
+        tell(f"{given.clients} clients", calm)
+        rough = asyncio.run(Soak(server.url, []).run(given.clients, 30.0, hangs=1))
+        tell(f"{given.clients} clients and one whose blocks hang", rough)
+        print(f"held before: {before}", f"held after: {settled(server)}", sep="\n")
     finally:
         server.end()
 

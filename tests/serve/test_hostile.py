@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import pickle
+import re
 import socket
 import struct
 import tempfile
@@ -185,6 +186,44 @@ def test_a_body_that_is_too_long(server: Server, ask: Ask, path: str) -> None:
     assert server.memory() - before < 200 << 20
 
 
+@pytest.mark.parametrize("form", ["text", "chat", "ids"])
+def test_prompts_that_are_far_too_long(ask: Ask, form: str) -> None:
+    """They are refused by their length: their tokens would be looked for while nobody is served."""
+    text = "t3 " * (1 << 21)
+    prompts: dict[str, Any] = {
+        "text": text,
+        "chat": [{"role": "user", "content": [{"type": "text", "text": text}]}],
+        "ids": [3] * (1 << 21),
+    }
+    begin = time.monotonic()
+    reply = ask("POST", TRACES, json={"prompt": prompts[form], "settings": {"max_tokens": 1}})
+    assert reply.status_code == 400
+    assert re.search("characters|length", reply.json()["error"]["message"])
+    assert reply.json()["error"]["param"] == "prompt"
+    assert time.monotonic() - begin < 5
+    packed = {"ids": {"prompt_token_ids": prompts["ids"]}, "chat": {"messages": prompts["chat"]}}
+    whole = packed.get(form, {"prompt": text})
+    reply = ask("POST", TRACES, content=trace(Request(whole, {})), headers=MSGPACK)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize("content", [{}, 3, True, ["t3"], [[]]])
+def test_messages_that_are_no_text(ask: Ask, content: Any) -> None:
+    """What no chat template makes text of is refused, not written out as Python shows it."""
+    prompt = [{"role": "user", "content": content}]
+    reply = ask("POST", TRACES, json={"prompt": prompt, "settings": {"max_tokens": 1}})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize("depth", [100, 400, 480, 900])
+def test_messages_that_are_nested(ask: Ask, depth: int) -> None:
+    """However deep a part of a message is, the answer is no failure of the server's."""
+    part = b'{"a":' * depth + b"1" + b"}" * depth
+    content = b'{"prompt": [{"role": "user", "content": [' + part + b"]}]}"
+    reply = ask("POST", TRACES, content=content, headers=JSON)
+    assert reply.status_code in (200, 400), reply.text
+
+
 def test_edits_that_make_no_sense(ask: Ask) -> None:
     """Nothing is installed, and the engine's reason comes back."""
     cases: list[Any] = [
@@ -290,5 +329,9 @@ def test_pages_from_elsewhere(ask: Ask) -> None:
     found = {"Authorization": basic}
     assert ask("GET", "/midstream", None, headers=found).status_code == 200
     assert ask("DELETE", "/midstream/edits/1", None, headers=found).status_code == 403
+    elsewhere = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}
+    reads = ask("GET", "/midstream/state", None, headers={**found, **elsewhere})
+    assert reads.status_code == 403
+    assert ask("GET", "/midstream/state", headers=elsewhere).status_code == 200  # a key of its own
     marked = {**found, "X-Midstream": "page"}
     assert ask("DELETE", "/midstream/edits/1", None, headers=marked).status_code == 404

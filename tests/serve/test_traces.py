@@ -169,6 +169,16 @@ def test_requests_cannot_be_aborted_past_their_owners(ask: Ask) -> None:
     assert refused.status_code == 403
 
 
+@pytest.mark.parametrize("wait", ["-1", "61", "nan", "inf", "soon", ""])
+def test_how_long_a_trace_is_waited_for(ask: Ask, wait: str) -> None:
+    """It is seconds from 0 to 60, as the description says; what was not fetched is still there."""
+    body = {"prompt": [3], "settings": {"max_tokens": 1}, "background": True}
+    path = f"{TRACES}/{ask('POST', TRACES, json=body).json()['id']}"
+    refused = ask("GET", f"{path}?wait={wait}")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "wait")
+    assert ask("GET", f"{path}?wait=60").status_code == 200
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away(server: Server, ask: Ask, stream: bool) -> None:
     """A closed connection ends the trace, while stock servers go on (E25)."""
@@ -205,6 +215,25 @@ def test_too_many_traces(server: Server, ask: Ask) -> None:
     for reply in started:
         assert ask("DELETE", f"{TRACES}/{reply.json()['id']}").status_code == 200
     assert ask("POST", TRACES, json=body).status_code == 200
+
+
+def test_answers_that_nobody_reads(server: Server, ask: Ask) -> None:
+    """A trace counts until its client has taken what it brought home, and so holds no more."""
+    code = "import torch\nx = torch.ones(1 << 24, dtype=torch.uint8).save()"
+    body = {"prompt": [3], "settings": {"max_tokens": 1}, "code": code}
+    with httpx.Client(headers={"Authorization": f"Bearer {BOB}"}, timeout=60) as http:
+        with http.stream("POST", server.url + TRACES, json=body) as unread:
+            assert unread.status_code == 200
+            plain = {"prompt": [3], "settings": {"max_tokens": 1}, "background": True}
+            started = [ask("POST", TRACES, BOB, json=plain) for _ in range(40)]
+    assert [reply.status_code for reply in started] == [202] * 39 + [429]
+    for reply in started[:39]:
+        path = f"{TRACES}/{reply.json()['id']}"
+        assert ask("DELETE", path, BOB).status_code == 200
+    deadline = time.monotonic() + 20  # the connection that was left has been seen to be closed
+    while (last := ask("POST", TRACES, BOB, json=plain)).status_code == 429:
+        assert time.monotonic() < deadline
+    assert ask("DELETE", f"{TRACES}/{last.json()['id']}", BOB).status_code == 200
 
 
 def test_two_clients_at_once(server: Server, ask: Ask) -> None:

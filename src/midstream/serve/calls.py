@@ -6,13 +6,14 @@ import io
 import tokenize
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from midstream.modeling.vllm.data import Request, read
 from midstream.modeling.vllm.remote.wire import MOST_REQUESTS, TraceCall, Versions, decode
 from midstream.modeling.vllm.wire import KEY, MODEL, TRACER
+from midstream.serve import asked
 from midstream.serve.problems import Problem
 from midstream.tracing import Block
 from midstream.tracing.block import Code
@@ -36,7 +37,10 @@ class TextCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         background: answer at once with the trace's id.
     """
 
-    prompt: str | list[int | float | dict[str, Any]]
+    prompt: (
+        str
+        | Annotated[list[int | float | dict[str, Any]], msgspec.Meta(max_length=asked.MOST_ITEMS)]
+    )
     settings: dict[str, Any] = {}
     code: str = ""
     stream: bool = False
@@ -96,7 +100,7 @@ def text_call(body: bytes) -> tuple[TextCall, list[Request]]:
         Problem: naming the field at fault.
     """
     call = from_json(body, TextCall)
-    whole = {"messages": call.prompt} if _is_chat(call.prompt) else _flat(call.prompt)
+    whole = {"messages": call.prompt} if asked.is_chat(call.prompt) else _flat(call.prompt)
     block = text_block(call.code) if call.code.strip() else b""
     settings = {name: _number(value) for name, value in call.settings.items()}
     request = Request(whole, settings, block, where="a block sent as text")
@@ -160,11 +164,11 @@ def check(request: Request) -> None:
         Problem: naming the field.
         DataVersionError: its block is of another version.
     """
-    _check_prompt(request.prompt)
+    asked.check(request.prompt)
     if not all(isinstance(name, str) for name in request.settings):
         raise Problem(400, "settings: names are text.", param="settings")
     edits = request.settings.get("edits")
-    if edits is not None and not _is_list_of(edits, str):
+    if edits is not None and not asked.is_list_of(edits, str):
         raise Problem(400, f"edits={edits!r:.100}: expected a list of names.", param="edits")
     if not isinstance(request.settings.get("stream_saves", False), bool):
         raise Problem(400, "stream_saves: true or false.", param="stream_saves")
@@ -178,32 +182,6 @@ def check(request: Request) -> None:
     block = request.common or request.block
     if block:
         Opened(block)  # reads the versions; its values stay bytes
-
-
-def _check_prompt(prompt: Mapping[str, Any]) -> None:
-    known = {"prompt": str, "cache_salt": str}
-    for name, value in prompt.items():
-        if name in known and isinstance(value, known[name]):
-            continue
-        if name == "prompt_token_ids" and _is_list_of(value, int) and value:
-            continue
-        if name == "messages" and _is_chat(value):
-            continue
-        raise Problem(400, f"prompt: '{name}' is no part of a prompt here.", param="prompt")
-    if not any(prompt.get(name) for name in ("prompt", "prompt_token_ids", "messages")):
-        raise Problem(400, "prompt: empty.", param="prompt")
-
-
-def _is_list_of(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(type(item) is kind for item in value)
-
-
-def _is_chat(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in value)
-    )
 
 
 def _flat(prompt: Any) -> dict[str, Any]:

@@ -35,16 +35,22 @@ _ERROR = {
     },
 }
 _TOKEN: dict[str, Any] = {"type": "integer", "minimum": 0}
+_PROMPT: dict[str, Any] = {"type": "string", "format": "prompt"}
 _MESSAGE = {
     "type": "object",
-    "required": ["role", "content"],
-    "properties": {"role": {"enum": ["system", "user", "assistant"]}, "content": _TEXT},
+    "required": ["role"],
+    "properties": {
+        "role": _TEXT,
+        "content": {"anyOf": [_PROMPT, {"type": "array", "items": _ANY}, {"type": "null"}]},
+    },
+    "description": "What the model's chat template takes.",
 }
 _CODE = {
     "type": "string",
     "format": "python",
     "description": "Python that uses `model` and `tracer`; empty for none.",
 }
+_EDIT_NAME = {"type": "string", "format": "edit", "minLength": 1, "maxLength": 200}
 _SETTINGS = {
     "type": "object",
     "description": "Sampling settings. Others of vLLM's sampling parameters are taken too.",
@@ -54,10 +60,14 @@ _SETTINGS = {
         "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
         "top_k": {"type": "integer", "minimum": -1, "maximum": 2**31 - 1},
         "n": {"type": "integer", "minimum": 1, "maximum": 1024},
-        "seed": {"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**63 - 1},
+        "seed": {"type": ["integer", "null"], "minimum": -(2**63), "exclusiveMaximum": 2**63},
         "ignore_eos": _FLAG,
         "stream_saves": _FLAG,
-        "edits": {"type": ["array", "null"], "items": _TEXT, "description": "Names of edits."},
+        "edits": {
+            "type": ["array", "null"],
+            "items": _EDIT_NAME,
+            "description": "Names of installed edits.",
+        },
     },
     "additionalProperties": False,
 }
@@ -65,7 +75,7 @@ _TRACE_BODY = _object(
     ("prompt",),
     prompt={
         "anyOf": [
-            {"type": "string", "minLength": 1},
+            {**_PROMPT, "minLength": 1},
             {"type": "array", "items": _TOKEN, "minItems": 1},
             {"type": "array", "items": _MESSAGE, "minItems": 1},
         ]
@@ -148,7 +158,7 @@ _WAIT = {
     "name": "wait",
     "in": "query",
     "required": False,
-    "description": "Seconds to wait for it, at most 60.",
+    "description": "Seconds to wait for it.",
     "schema": {"type": "number", "minimum": 0, "maximum": 60},
 }
 _RUNS = {

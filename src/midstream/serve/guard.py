@@ -129,6 +129,8 @@ def _owner(scope: Scope, access: Access) -> Owner:
         raise Problem(401, "A key is needed: Authorization: Bearer KEY. Yours is none of them.")
     if access.open:
         _refuse_strange_pages(headers)
+    if access.open or by_itself:
+        _refuse_other_sites(scope, headers)
     if _path(scope) in _ADMIN and not owner.admin:
         raise Problem(403, "This route takes an admin key (--admin-key).")
     if by_itself and scope.get("method") not in _SAFE and _MARK not in headers:
@@ -149,6 +151,18 @@ def _refuse_strange_pages(headers: Mapping[str, str]) -> None:
         raise Problem(403, f"Host {host!r}: a server without an API key answers to localhost only.")
     if origin and not is_local_name(origin.partition("://")[2]):
         raise Problem(403, f"Origin {origin!r}: a server without an API key serves no other pages.")
+
+
+def _refuse_other_sites(scope: Scope, headers: Mapping[str, str]) -> None:
+    """Refuse what another site's page has a browser ask for, which need not say an origin.
+
+    A link from there to our page is followed: that shows it to whoever sits at the browser.
+    """
+    if headers.get("sec-fetch-site") != "cross-site":
+        return
+    how = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
+    if how != ("navigate", "document") or scope.get("method") not in _SAFE:
+        raise Problem(403, "Sec-Fetch-Site: cross-site: another site's page may not ask for this.")
 
 
 def _path(scope: Scope) -> str:

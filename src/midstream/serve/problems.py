@@ -66,6 +66,8 @@ def of_error(error: BaseException) -> Problem:
         return Problem(409, text, kind=kind)
     if isinstance(error, EngineDeadError) or kind == "EngineDeadError":
         return Problem(503, _DEAD, kind="EngineDeadError")
+    if isinstance(error, RecursionError):
+        return Problem(400, f"Something in the request is nested too deep: {text}")
     if isinstance(error, MidstreamError | ValueError | TypeError | NotImplementedError | KeyError):
         return Problem(400, text, kind=kind)
     if any(each.__name__ == "VLLMClientError" for each in type(error).__mro__):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -101,9 +102,10 @@ async def run_trace(request: Request) -> Response:
         return _answer(request, {"id": trace.id, "status": "running"}, 202)
     try:
         await _or_gone(request, trace.task)
-        return await served.reply(trace, packed=FRAMES in request.headers.get("accept", ""))
-    finally:
+    except BaseException:
         served.traces.forget(trace)
+        raise
+    return await served.reply(trace, packed=FRAMES in request.headers.get("accept", ""))
 
 
 async def _or_gone(request: Request, task: Any) -> None:
@@ -136,18 +138,15 @@ async def fetch_trace(request: Request) -> Response:
     await asyncio.wait([trace.task], timeout=_wait(request))
     if not trace.task.done():
         return _answer(request, {"id": trace.id, "status": "running"}, 202)
-    try:
-        return await served.reply(trace, packed=FRAMES in request.headers.get("accept", ""))
-    finally:
-        served.traces.forget(trace)
+    return await served.reply(trace, packed=FRAMES in request.headers.get("accept", ""))
 
 
 def _wait(request: Request) -> float:
     text = request.query_params.get("wait", "0")
-    try:
-        return min(max(float(text), 0.0), 60.0)
-    except ValueError:
-        raise Problem(400, f"wait={text[:50]!r}: expected seconds.", param="wait") from None
+    with suppress(ValueError):
+        if 0 <= (seconds := float(text)) <= 60:
+            return seconds
+    raise Problem(400, f"wait={text[:50]!r}: expected seconds, 0 to 60.", param="wait")
 
 
 @router.delete(TRACES + "/{id}", openapi_extra=described.CANCEL, response_class=Response)

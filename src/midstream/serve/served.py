@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from midstream.modeling.vllm import prompts
 from midstream.modeling.vllm.asynchronous.engine import AsyncEngine
@@ -28,11 +28,12 @@ from midstream.modeling.vllm.remote.wire import (
     decode,
 )
 from midstream.modeling.vllm.wire import Payload
-from midstream.serve import calls, reports
+from midstream.serve import asked, calls, reports
 from midstream.serve.access import Access, Owner
 from midstream.serve.flags import Bounds
 from midstream.serve.installed import Installed
 from midstream.serve.problems import Problem, of_error
+from midstream.serve.replies import InParts
 from midstream.serve.traces import Trace, Traces
 from midstream.tracing.shipping import Opened
 
@@ -72,7 +73,10 @@ class Served:
         self.call = self.engine.call
         self.state: Any = None
         self.about = self._about()
-        self.vocabulary = int(self.engine.llm.model_config.get_vocab_size())
+        config = self.engine.llm.model_config
+        self.vocabulary = int(config.get_vocab_size())
+        words = self._model.tokenizer.get_vocab() if self._model.tokenizer else ()
+        self._longest_text = config.max_model_len * max(map(len, words), default=0)
 
     def _about(self) -> dict[str, Any]:
         config = self.engine.llm.model_config
@@ -124,6 +128,8 @@ class Served:
         payload = Payload(request.block, request.keep, edits, stream=stream)
         has_blocks = bool(payload.block or payload.edits)
         prompt = dict(request.prompt)
+        if self._longest_text:
+            asked.check_text(prompt, self._longest_text)
         if "messages" in prompt:
             prompt = prompts.single(prompt["messages"], self._tokenizer())
         if has_blocks:
@@ -189,18 +195,21 @@ class Served:
             raise
 
     async def reply(self, trace: Trace, *, packed: bool) -> Response:
-        """The answer with what a finished trace brought home.
+        """The answer with what a finished trace brought home; it counts until that is sent.
 
         Raises:
+            Problem: it is being sent already.
             Exception: what kept the trace from running.
         """
-        assert trace.task is not None
-        found = await self._found(trace)
-        if packed:
-            parts = await asyncio.to_thread(outcomes.write, trace.id, found)
-            return _in_parts(parts)
-        body = await asyncio.to_thread(reports.as_json, found)
-        return Response(body, media_type="application/json")
+        self.traces.take(trace)
+        try:
+            found = await self._found(trace)
+            parts = await asyncio.to_thread(_written, trace.id, found, packed)
+        except BaseException:
+            self.traces.forget(trace)
+            raise
+        kind = FRAMES if packed else "application/json"
+        return InParts(parts, kind, lambda: self.traces.forget(trace))
 
     async def _found(self, trace: Trace) -> Sequence[Outcome]:
         assert trace.task is not None
@@ -235,6 +244,7 @@ class Served:
             await asyncio.wait([trace.task])
             found = await self._found(trace)
             yield reports.event("reply", await asyncio.to_thread(reports.packed, trace.id, found))
+            yield b""  # waits until the client has taken it, so that the trace counts until then
         except Exception as error:  # noqa: BLE001  # the status has been sent; the stream tells it
             self.traces.note(owner, repr(error))
             yield reports.event("error", bytes(of_error(error).response().body))
@@ -288,19 +298,8 @@ class Served:
         logger.error("midstream: a request failed", exc_info=error)
 
 
-_CHUNK = 1 << 20  # bytes that are sent before the server looks after others
-
-
-def _in_parts(parts: Sequence[memoryview]) -> Response:
-    """An answer that is not copied together."""
-
-    async def chunks() -> AsyncIterator[memoryview]:
-        for part in parts:
-            for at in range(0, len(part), _CHUNK):
-                yield part[at : at + _CHUNK]
-
-    headers = {"Content-Length": str(sum(map(len, parts)))}
-    return StreamingResponse(chunks(), media_type=FRAMES, headers=headers)
+def _written(name: str, found: Sequence[Outcome], packed: bool) -> Sequence[bytes | memoryview]:
+    return outcomes.write(name, found) if packed else [reports.as_json(found)]
 
 
 class _Templated:

@@ -29,6 +29,7 @@ class Trace:
         what: what it does, for the page: where its block stands.
         started: when it began, in seconds since the epoch.
         task: what runs it; its result are the outcomes.
+        taken: whether what it brought home is on its way to the client.
     """
 
     id: str
@@ -37,6 +38,7 @@ class Trace:
     what: str
     started: float = field(default_factory=time.time)
     task: asyncio.Task[Sequence[Outcome]] | None = None
+    taken: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Traces:
     """The traces of a server.
 
     Args:
-        most: traces of one owner that run or wait.
+        most: traces of one owner that run, wait to be fetched, or are being sent.
         keep_seconds: how long a finished one waits.
     """
 
@@ -97,9 +99,19 @@ class Traces:
             Problem: it has none of that id.
         """
         trace = self._traces.get(trace_id)
-        if trace is None or trace.owner.id != owner.id:
-            raise Problem(404, f"You have no trace '{trace_id[:100]}'.", param="id")
+        if trace is None or trace.owner.id != owner.id or trace.taken:
+            raise _none(trace_id)
         return trace
+
+    def take(self, trace: Trace) -> None:
+        """Begin to send what a trace brought home; it is nobody's any more, but counts.
+
+        Raises:
+            Problem: another request was first.
+        """
+        if trace.taken:
+            raise _none(trace.id)
+        trace.taken = True
 
     def forget(self, trace: Trace) -> None:
         """Let go of a trace; one that runs is cancelled."""
@@ -123,3 +135,7 @@ class Traces:
     def recent(self, owner: Owner) -> list[Mishap]:
         """An owner's errors, the newest first; for an admin everyone's."""
         return [m for m in reversed(self.mishaps) if owner.admin or m.owner.id == owner.id]
+
+
+def _none(trace_id: str) -> Problem:
+    return Problem(404, f"You have no trace '{trace_id[:100]}'.", param="id")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from midstream import VLLM
 from midstream.errors import PromptError, UnsupportedError
+from midstream.modeling.vllm.prompts import single
 from tests.conftest import TINY
 from tests.modeling.vllm.conftest import Neighbour, live, plain_tokens
 from tests.support.checkpoints import LONG, A, B, checkpoint
@@ -241,3 +243,12 @@ def test_prompt_that_a_step_has_no_room_for(narrow: Any, hf: Oracle) -> None:
     assert max(other.widths) <= 64 < 100
     assert other.tokens() == plain_tokens(narrow, LONG[:100], max_tokens=12)
     assert live(narrow) == [0]
+
+
+def test_messages_that_the_template_refuses(demo_engine: Any) -> None:
+    """A template's own refusal is the prompt's error, with its text."""
+    tokenizer = copy.copy(demo_engine.tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    chat = [{"role": "user", "content": "x"}]
+    with pytest.raises(PromptError, match="refuses these messages: roles must alternate"):
+        single(chat, tokenizer)

@@ -30,7 +30,7 @@ def single(prompt: Any, tokenizer: Any, more: Sequence[Any] = ()) -> dict[str, A
         more: prompts beside the first one.
 
     Raises:
-        PromptError: no prompt, an empty one, or several.
+        PromptError: no prompt, an empty one, or several; or messages that the template refuses.
         UnsupportedError: images, video or audio.
     """
     if more:
@@ -118,7 +118,12 @@ def _chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> dict[str, An
             "Chat messages need a tokenizer, and this engine was built without one "
             "(skip_tokenizer_init=True). Pass token ids."
         )
-    ids = tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-    )
+    from jinja2 import TemplateError
+
+    try:
+        ids = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except TemplateError as error:
+        raise PromptError(f"The chat template refuses these messages: {error}") from error
     return {"prompt_token_ids": _ids(list(ids))}

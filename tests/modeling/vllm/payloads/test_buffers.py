@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from midstream.modeling.vllm.payloads import Record, pack, segments, unpack
+from midstream.modeling.vllm.payloads import (
+    Record,
+    pack,
+    pack_apart,
+    segments,
+    unpack,
+    unpack_apart,
+)
 from midstream.modeling.vllm.payloads.nodes import DTYPES
 
 OWNER = segments.owner_id()
@@ -162,3 +169,46 @@ def test_tensors_of_a_gpu_arrive_on_the_cpu(inline_limit: int) -> None:
     for got, sent_ in zip(returned(value, inline_limit), value, strict=True):
         assert got.device.type == "cpu"
         assert torch.equal(got, sent_.cpu())
+
+
+def apart(saves: dict[str, Any]) -> tuple[list[memoryview], dict[str, Any]]:
+    """The parts that saves are sent in to another machine, and the saves as they arrive there."""
+    message, parts = pack_apart([Record("r", saves)])
+    [record] = unpack_apart(message, memoryview(bytearray(b"".join(parts))))
+    assert record.error is None, record.error
+    return parts, record.saves
+
+
+def test_large_tensors_are_sent_as_they_lie() -> None:
+    """What goes to another machine is not copied together before it is sent."""
+    large = torch.arange(40_000.0)
+    parts, saves = apart({"small": torch.ones(3), "large": large, "text": "x" * 100_000})
+    assert torch.equal(saves["large"], large)
+    assert saves["text"] == "x" * 100_000
+    large[:] = 7  # seen by who has not sent the parts yet
+    assert any(bytes(part) == large.numpy().tobytes() for part in parts)
+
+
+def test_any_layout_is_sent_to_another_machine() -> None:
+    """Values are what they are, whatever lies in memory and whoever else holds it."""
+    base = torch.randn(300, 400)
+    value = {
+        "turned": base.T,
+        "wide": torch.tensor(2.5).expand(50_000),
+        "complex": torch.randn(40_000, dtype=torch.complex64).conj(),
+        "learned": base.clone().requires_grad_(),
+        "half": base.bfloat16(),
+        "odd": torch.ones(70_001, dtype=torch.uint8),
+        "rows": [row.clone() for row in base],
+        "large rows": [torch.full((20_001,), float(i)) for i in range(3)],
+    }
+    _, saves = apart(value)
+    for name, expected in value.items():
+        both = (
+            zip(saves[name], expected, strict=True) if "rows" in name else [(saves[name], expected)]
+        )
+        assert all(
+            torch.equal(bits(one), bits(other.detach().resolve_conj())) for one, other in both
+        )
+    del value
+    assert torch.equal(bits(saves["turned"]), bits(base.T))

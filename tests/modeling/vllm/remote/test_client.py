@@ -50,14 +50,14 @@ def outcome(**saves: Any) -> Outcome:
     return Outcome(expected=1, output=output, records=records, edits=[{}], new=[{}])
 
 
-def written(*found: Outcome) -> bytearray:
+def written(*found: Outcome) -> memoryview:
     """Outcomes as they come over the network."""
-    return bytearray(b"".join(outcomes.write("t", found)))
+    return memoryview(bytearray(b"".join(outcomes.write("t", found))))
 
 
 def framed(records: bytes) -> bytes:
     """A reply with these records, and no tensors."""
-    return b"".join(wire.framed(wire.Reply("t", records), bytearray()))
+    return b"".join(wire.framed(wire.Reply("t", records), []))
 
 
 def test_outcomes_come_home() -> None:
@@ -82,6 +82,29 @@ def test_the_key_and_the_forms_are_said() -> None:
 
     (found,) = answering(answer).run(PLAIN)
     assert found.records[0].saves == {"x": 1}
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_answers_of_any_length(announced: bool) -> None:
+    """A length that was announced, or none, and parts of all sizes: the same comes home."""
+    body = bytes(written(outcome(x=torch.arange(300_000.0))))
+    length = {"content-length": str(len(body))} if announced else {}
+    found = client.Filled("http://server", httpx.Response(200, headers=length))
+    at = 0
+    for size in (1, 0, 100_000, 7, len(body)):
+        found.add(body[at : at + size])
+        at += size
+    assert found.body == body
+    (again,) = outcomes.read(found.body)
+    again.records[0].saves["x"] += 1  # it can be written to
+    assert torch.equal(again.records[0].saves["x"], torch.arange(300_000.0) + 1)
+
+
+def test_an_answer_that_ends_early() -> None:
+    """Memory that nothing came into is no part of it."""
+    found = client.Filled("http://server", httpx.Response(200, headers={"content-length": "999"}))
+    found.add(b"abc")
+    assert bytes(found.body) == b"abc"
 
 
 class Bomb:

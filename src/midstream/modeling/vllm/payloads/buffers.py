@@ -5,14 +5,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
 
 from midstream.modeling.vllm.payloads import segments
 from midstream.modeling.vllm.payloads.nodes import Part
-from midstream.modeling.vllm.payloads.streaming import GATHERED, Entry, stream
+from midstream.modeling.vllm.payloads.streaming import (
+    GATHERED,
+    Entry,
+    lies_in_memory,
+    memories,
+    stream,
+)
 
 WRITERS = 4  # segments that are written at once
 PART_BYTES = 16 << 20  # bytes from which a further segment, and a thread to write it, pays
@@ -60,11 +66,19 @@ class Buffers:
 
     def read(self) -> bytearray:
         """Copy the bytes of all buffers, laid out as `segments.layout` says."""
-        data = bytearray()
         with _modes(self._streams()):
-            for part in stream(self._entries):
-                data += part
-        return data
+            return _copied(self._entries)
+
+    def parts(self) -> list[memoryview]:
+        """The bytes of all buffers, as ``read`` has them; large ones in host memory as they lie."""
+        found: list[memoryview] = []
+        with _modes(self._streams()):
+            for lies, entries in itertools.groupby(self._entries, lies_in_memory):
+                if lies:
+                    found += memories(entries)
+                else:
+                    found.append(memoryview(_copied(entries)))
+        return found
 
     def write(self, owner: str) -> list[Part]:
         """Write the buffers into a new segment, or into several at once where they are large.
@@ -106,6 +120,13 @@ def are_alike(tensors: Sequence[object]) -> bool:
     if layouts != {torch.strided} or first.is_meta or first.dtype not in GATHERED:
         return False
     return len({tensor.dtype for tensor in found}) == len({t.device for t in found}) == 1
+
+
+def _copied(entries: Iterable[Entry]) -> bytearray:
+    data = bytearray()
+    for part in stream(entries):
+        data += part
+    return data
 
 
 def _layout(tensor: torch.Tensor) -> str:

@@ -66,15 +66,16 @@ def unpack(data: bytes) -> list[Record]:
     return _records(_message(data))
 
 
-def pack_apart(records: Sequence[Record]) -> tuple[bytes, bytearray]:
+def pack_apart(records: Sequence[Record]) -> tuple[bytes, list[memoryview]]:
     """Write records for another machine: the message, and the bytes of its tensors apart from it.
 
-    Whoever sends them need not copy them into one, see ``unpack_apart``.
+    Those come in parts that are sent one behind the other, see ``unpack_apart``; large tensors on
+    the CPU are not copied, so that they must stay as they are until then.
     """
     buffers = Buffers()
     with _uncollected():
         nodes = [_record_node(record, buffers) for record in records]
-        data = buffers.read()
+        data = buffers.parts()
     return _ENCODER.encode(Message(nodes, buffers.sizes, bytearray(), [])), data
 
 

@@ -63,6 +63,24 @@ def stream(entries: Iterable[Entry], room: int | None = None) -> Iterator[memory
     yield from chunks.flush()
 
 
+def lies_in_memory(entry: Entry) -> bool:
+    """Whether a buffer is of large tensors in host memory, which need not be copied together."""
+    return not isinstance(entry, memoryview) and _in_place(entry[0])
+
+
+def memories(entries: Iterable[Entry]) -> Iterator[memoryview]:
+    """Yield the bytes of buffers for which `lies_in_memory` holds, as `stream` does.
+
+    Yields:
+        memory that is valid for as long as it is kept.
+    """
+    for entry in entries:
+        assert not isinstance(entry, memoryview)
+        for tensor in entry:
+            yield _plain(tensor).detach().view(-1).view(torch.uint8).numpy().data
+        yield _PADDING[: -entry[0].nbytes * len(entry) % ALIGNMENT]
+
+
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU; the tensor has to outlive it."""
     # Five times cheaper than a byte view through numpy, and right for the dtypes numpy lacks.

@@ -99,7 +99,7 @@ class AsyncServer:
             if error.status != 404:
                 raise
 
-    async def ask(self, method: str, path: str, body: bytes | None = None) -> bytearray:
+    async def ask(self, method: str, path: str, body: bytes | None = None) -> memoryview:
         """The body of an answer.
 
         Raises:
@@ -215,7 +215,7 @@ class RemoteFlight:
         self._on_output(index, _output(found))
 
     def _take_reply(self, data: bytes) -> None:
-        known, self.requests = self.requests, outcomes.read(bytearray(data))
+        known, self.requests = self.requests, outcomes.read(memoryview(bytearray(data)))
         self._complete = True
         for before, after in zip(known, self.requests, strict=True):
             for new, more in zip(before.new, after.new, strict=True):

@@ -7,6 +7,7 @@ from typing import Any, NoReturn, TypeVar
 
 import httpx
 import msgspec
+import numpy as np
 
 from midstream.errors import DataVersionError, ServerError
 from midstream.modeling.vllm.data import Request, write
@@ -192,7 +193,7 @@ class Server:
     def _ask(self, method: str, path: str, kind: type[_T], body: bytes | None = None) -> _T:
         return self._decoded(self._answer(method, path, body)[1], kind)
 
-    def _decoded(self, body: bytearray, kind: type[_T]) -> _T:
+    def _decoded(self, body: memoryview, kind: type[_T]) -> _T:
         try:
             return decode(body, kind, "server's reply")
         except ValueError as error:
@@ -200,7 +201,7 @@ class Server:
                 raise
             raise ServerError(f"{self.url} is no midstream server: {error}") from error
 
-    def _answer(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytearray]:
+    def _answer(self, method: str, path: str, body: bytes | None = None) -> tuple[int, memoryview]:
         said = {"Content-Type": MEDIA} if body is not None else {}
         try:
             with self._http.stream(method, path, content=body, headers=said) as response:
@@ -221,9 +222,6 @@ class Filled:
         url: the server's.
         response: the answer; it may say how long it is going to be.
 
-    Attributes:
-        body: what has come; of the length that was announced, if one was.
-
     Raises:
         ServerError: it is too long.
     """
@@ -231,18 +229,33 @@ class Filled:
     def __init__(self, url: str, response: httpx.Response):
         self._url, self._at = url, 0
         announced = response.headers.get("content-length", "")
-        self._check(int(announced) if announced.isdigit() else 0)
-        self.body = bytearray(int(announced) if announced.isdigit() else 0)
+        size = int(announced) if announced.isdigit() else 0
+        self._check(size)
+        self._memory = _memory(size)
+
+    @property
+    def body(self) -> memoryview:
+        """What has come, writable."""
+        return self._memory[: self._at]
 
     def add(self, part: bytes) -> None:
         """Take in a part."""
-        self._check(self._at + len(part))
-        self.body[self._at : self._at + len(part)] = part
-        self._at += len(part)
+        end = self._at + len(part)
+        self._check(end)
+        if end > len(self._memory):  # its length was not announced
+            known, self._memory = self.body, _memory(max(end, 2 * len(self._memory)))
+            self._memory[: self._at] = known
+        self._memory[self._at : end] = part
+        self._at = end
 
     def _check(self, size: int) -> None:
         if size > MOST_BYTES:
             raise ServerError(f"{self._url} sent more than {MOST_BYTES} bytes.")
+
+
+def _memory(size: int) -> memoryview:
+    """So many bytes that nothing has been written to: a bytearray costs as much as a download."""
+    return np.empty(size, np.uint8).data
 
 
 def check_start(response: httpx.Response) -> None:
@@ -255,7 +268,7 @@ def check_start(response: httpx.Response) -> None:
         raise ServerError("The server compressed its answer, which was not asked for.")
 
 
-def check_answer(url: str, response: httpx.Response, body: bytes | bytearray) -> None:
+def check_answer(url: str, response: httpx.Response, body: bytes | memoryview) -> None:
     """Raise for an answer that is an error.
 
     Raises:
@@ -267,7 +280,7 @@ def check_answer(url: str, response: httpx.Response, body: bytes | bytearray) ->
     refuse_said(url, body, response.status_code)
 
 
-def refuse_said(url: str, body: bytes | bytearray, status: int = 0) -> NoReturn:
+def refuse_said(url: str, body: bytes | memoryview, status: int = 0) -> NoReturn:
     """Raise for the body of an answer that is an error.
 
     Raises:
@@ -277,7 +290,7 @@ def refuse_said(url: str, body: bytes | bytearray, status: int = 0) -> NoReturn:
     try:
         failure = msgspec.json.decode(body, type=Failed).error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        refuse(url, status, "", body[:2000].decode("utf-8", "replace"))
+        refuse(url, status, "", bytes(body[:2000]).decode("utf-8", "replace"))
     refuse(url, status or failure.code, failure.type, failure.message)
 
 
@@ -298,4 +311,9 @@ def unreachable(url: str, error: httpx.HTTPError) -> ServerError:
     what = "did not answer in time" if isinstance(error, httpx.TimeoutException) else "failed"
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         what = "cannot be reached"
-    return ServerError(f"{url} {what}: {type(error).__name__}: {error}")
+    hint = ""
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        hint = (
+            ". If its certificate is your own, name the file in SSL_CERT_FILE in the environment."
+        )
+    return ServerError(f"{url} {what}: {type(error).__name__}: {error}{hint}")

@@ -18,7 +18,7 @@ _OUTPUT, _PLACE, _NEW = "output", "place", "new"
 
 
 def write(name: str, outcomes: Sequence[Outcome]) -> list[memoryview]:
-    """A trace's outcomes as bytes, in parts; nothing of it stays in shared memory."""
+    """A trace's outcomes as bytes, in parts; those of large tensors are the tensors' own memory."""
     records = [record for index, each in enumerate(outcomes) for record in _records(index, each)]
     message, data = pack_apart(records)
     return framed(Reply(name, message), data)
@@ -43,11 +43,11 @@ def _placed(record: Record, extra: dict[str, Any]) -> Record:
     return dataclasses.replace(record, extra=extra)
 
 
-def read(body: bytearray) -> list[Outcome]:
+def read(body: memoryview) -> list[Outcome]:
     """The outcomes in what a server sent. Nothing is imported and no code of it runs.
 
     Args:
-        body: what ``write`` made; tensors are views of it.
+        body: what ``write`` made, writable; tensors are views of it.
 
     Raises:
         TransportError: it is nothing of the kind.
@@ -115,7 +115,7 @@ def add_new(outcome: Outcome, body: bytes) -> None:
         TransportError: it is no such message.
         ValueError: it is cut off.
     """
-    reply, data = unframed(bytearray(body))
+    reply, data = unframed(memoryview(bytearray(body)))
     for record in unpack_apart(reply.records, data):
         index = int(record.request_id)
         if not 0 <= index < len(outcome.new):

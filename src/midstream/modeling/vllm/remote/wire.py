@@ -7,6 +7,7 @@ types; what is unknown, too long or nested too deep is refused before any code i
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -143,7 +144,7 @@ class Failed(msgspec.Struct):
 _ALIGNMENT = 64  # bytes; tensors are views of what comes behind
 
 
-def framed(reply: Reply, data: bytearray) -> list[memoryview]:
+def framed(reply: Reply, data: Sequence[memoryview]) -> list[memoryview]:
     """A reply and the bytes of its tensors, in parts that are sent one behind the other.
 
     The first has the length of the message in four bytes, the message, and zeros up to where
@@ -151,10 +152,10 @@ def framed(reply: Reply, data: bytearray) -> list[memoryview]:
     """
     body = encode(reply)
     head = len(body).to_bytes(4, "little") + body
-    return [memoryview(head + bytes(-len(head) % _ALIGNMENT)), memoryview(data)]
+    return [memoryview(head + bytes(-len(head) % _ALIGNMENT)), *data]
 
 
-def unframed(body: bytearray) -> tuple[Reply, memoryview]:
+def unframed(body: memoryview) -> tuple[Reply, memoryview]:
     """The reply, and the bytes of its tensors, in what ``framed`` made.
 
     Raises:
@@ -163,9 +164,9 @@ def unframed(body: bytearray) -> tuple[Reply, memoryview]:
     size = int.from_bytes(body[:4], "little")
     if not 0 < size <= len(body) - 4:
         raise ValueError("This is no reply of midstream's: it is cut off.")
-    reply = decode(bytes(memoryview(body)[4 : 4 + size]), Reply, "reply of midstream's")
+    reply = decode(bytes(body[4 : 4 + size]), Reply, "reply of midstream's")
     begin = 4 + size + -(4 + size) % _ALIGNMENT
-    return reply, memoryview(body)[begin:]
+    return reply, body[begin:]
 
 
 def encode(value: Any) -> bytes:
@@ -173,7 +174,7 @@ def encode(value: Any) -> bytes:
     return msgspec.msgpack.encode(value)
 
 
-def decode(data: bytes | bytearray, kind: type[_T], what: str) -> _T:
+def decode(data: bytes | memoryview, kind: type[_T], what: str) -> _T:
     """The message that bytes are.
 
     Raises:
