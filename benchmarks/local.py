@@ -3,8 +3,9 @@
     python benchmarks/local.py [--rounds N] [--toy-rounds N] [--threads N] [--clock CLOCK]
         [--tiny] [--out FILE]
 
-A 12-layer GPT-2 with random weights, in fp32. All ways take turns in every round, in an order that
-changes, and every ratio is of times of the same round. What they read is compared first.
+A 12-layer GPT-2 with random weights, in fp32. Each way has modules of its own around the same
+weights. All take turns in every round, in an order that changes, and every ratio is of times of the
+same round. What they read is compared first.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from benchmarks.local_works import (
     midstream_model,
     nnsight_model,
     nnsight_version,
+    with_same_weights,
 )
 from benchmarks.measuring import first_line
 from benchmarks.table import markdown, turns_us, write
@@ -67,10 +69,10 @@ def ways(given: Case) -> dict[str, Any]:
     """Who does the works of the GPT-2."""
     found: dict[str, Any] = {
         BASE: Hooks(given),
-        OURS: Blocks(given, midstream_model(given.module)),
+        OURS: Blocks(given, midstream_model(with_same_weights(given.module))),
     }
     if nnsight_version() is not None:
-        found[THEIRS] = Blocks(given, nnsight_model(given.module))
+        found[THEIRS] = Blocks(given, nnsight_model(with_same_weights(given.module)))
     return found
 
 
@@ -78,9 +80,9 @@ def toy_ways() -> dict[str, Any]:
     """Who does the works of the toy."""
     torch.manual_seed(0)
     toy = Toy()
-    found: dict[str, Any] = {BASE: ToyHooks(toy), OURS: ToyBlocks(toy, OURS)}
+    found: dict[str, Any] = {BASE: ToyHooks(toy), OURS: ToyBlocks(with_same_weights(toy), OURS)}
     if nnsight_version() is not None:
-        found[THEIRS] = ToyBlocks(toy, THEIRS)
+        found[THEIRS] = ToyBlocks(with_same_weights(toy), THEIRS)
     return found
 
 
