@@ -239,8 +239,8 @@ class LocalInterleaver(Interleaver):
         if not waiting or len(rows) > 1 or self._calling or self._skipping:
             return None
         run = waiting[0]
-        is_only = rows.get(run) == (0, self._sizes[0]) and isinstance(run, LocalRun)
-        return run if is_only else None
+        is_all = rows.get(run) == (0, self._sizes[0])
+        return run if is_all and isinstance(run, LocalRun) else None
 
     def _hand_whole(self, location: Location, value: Any, run: LocalRun) -> Any:
         """As ``hand_over`` to the only block of a batch."""
