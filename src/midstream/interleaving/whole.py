@@ -1,8 +1,8 @@
 """A value as the only block of a batch is served it.
 
-Most visits are of this kind, and a visit finds the processor's caches full of the model's work: what
-counts is how much code it runs through. Reading takes a short way here, and so do edits of live
-tensors, which need nothing more. All else goes through the event, see ``live``, made only then.
+Most visits are of this kind, and a visit finds the processor's caches full of the model's work:
+what counts is how much code it runs through. Reading takes a short way here, and so do edits of
+live tensors, which need nothing more. All else goes through the event, see ``live``, made only then.
 """
 
 from __future__ import annotations
