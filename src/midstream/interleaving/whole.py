@@ -2,7 +2,7 @@
 
 Most visits are of this kind, and a visit finds the processor's caches full of the model's work:
 what counts is how much code it runs through. Reading takes a short way here, and so do edits of
-live tensors, which need nothing more. All else goes through the event, see ``live``, made only then.
+live tensors, which need nothing more. All else goes through the event, see ``live``, made then.
 """
 
 from __future__ import annotations
