@@ -214,7 +214,7 @@ class LocalInterleaver(Interleaver):
         Raises:
             Halt: nobody needs the forward any more.
         """
-        run = self._only(location) if rows is None else None
+        run = self._only(location) if rows is None and check is None else None
         if run is not None:
             return self._hand_whole(location, value, run)
         others = self._set_others_aside(location) if self._calling else []
@@ -262,9 +262,10 @@ class LocalInterleaver(Interleaver):
         finally:
             run.place = run.served = None
         self.after(run)
+        value = whole.result()
         if run.done and self.is_over():
             raise Halt
-        return whole.result()
+        return value
 
     def _set_others_aside(self, location: Location) -> list[Run]:
         """Take out those who wait for a location that a block's call gets to for itself alone."""
