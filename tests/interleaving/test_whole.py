@@ -159,8 +159,8 @@ def test_a_shape_that_does_not_fit_is_the_blocks_error() -> None:
     model = Model(drawn(MLP))
     with pytest.raises(InterventionError, match="expand|size|shape"), model.trace(X):
         value = model.first.output
-        value.data = torch.zeros(3, 5)
-        model.output.save()
+        value.transpose_(0, 1)
+        _ = model.output.save()
 
 
 def test_what_is_put_into_a_dictionary_is_refused() -> None:
@@ -182,4 +182,4 @@ def test_what_is_put_into_a_dictionary_is_refused() -> None:
     with pytest.raises(InterventionError, match="was put into the list or dictionary"):
         with model.trace(X):
             model.inner.output["x"] = torch.zeros(2, 4)
-            model.output.save()
+            _ = model.output.save()
