@@ -1,15 +1,17 @@
 """Reads, edits and gradients of a model in this process: by hand, with midstream, with nnsight.
 
     python benchmarks/local.py [--rounds N] [--toy-rounds N] [--threads N] [--clock CLOCK]
-        [--tiny] [--out FILE]
+        [--malloc default] [--tiny] [--out FILE]
 
-A 12-layer GPT-2 with random weights, in fp32. All ways take turns in every round, in an order that
-changes, and every ratio is of times of the same round. What they read is compared first.
+A 12-layer GPT-2 with random weights, in fp32. Each way has modules of its own around the same
+weights. All take turns in every round, in an order that changes, and every ratio is of times of the
+same round. What they read is compared first.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
 import sys
 import time
@@ -32,6 +34,7 @@ from benchmarks.local_works import (
     midstream_model,
     nnsight_model,
     nnsight_version,
+    with_same_weights,
 )
 from benchmarks.measuring import first_line
 from benchmarks.table import markdown, turns_us, write
@@ -67,10 +70,10 @@ def ways(given: Case) -> dict[str, Any]:
     """Who does the works of the GPT-2."""
     found: dict[str, Any] = {
         BASE: Hooks(given),
-        OURS: Blocks(given, midstream_model(given.module)),
+        OURS: Blocks(given, midstream_model(with_same_weights(given.module))),
     }
     if nnsight_version() is not None:
-        found[THEIRS] = Blocks(given, nnsight_model(given.module))
+        found[THEIRS] = Blocks(given, nnsight_model(with_same_weights(given.module)))
     return found
 
 
@@ -78,9 +81,9 @@ def toy_ways() -> dict[str, Any]:
     """Who does the works of the toy."""
     torch.manual_seed(0)
     toy = Toy()
-    found: dict[str, Any] = {BASE: ToyHooks(toy), OURS: ToyBlocks(toy, OURS)}
+    found: dict[str, Any] = {BASE: ToyHooks(toy), OURS: ToyBlocks(with_same_weights(toy), OURS)}
     if nnsight_version() is not None:
-        found[THEIRS] = ToyBlocks(toy, THEIRS)
+        found[THEIRS] = ToyBlocks(with_same_weights(toy), THEIRS)
     return found
 
 
@@ -147,6 +150,26 @@ def compare(wanted: Values, got: Values, where: str) -> None:
             raise ValueError(f"{where}: value {index} is not what was read by hand.")
 
 
+_MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # of glibc's `mallopt`
+
+
+def keep_memory() -> bool:
+    """Have the C library keep what is freed, where it is glibc.
+
+    Pages that it gives back come zeroed again. Of 835 MB that a backward pass allocates, whether
+    0 or 700 MB are such pages depends on what lies at the end of the heap, for each way and round
+    anew: tens of milliseconds that say nothing of the way.
+
+    Returns:
+        Whether it does.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    return bool(mallopt(_MMAP_MAX, 0) and mallopt(_TRIM_THRESHOLD, -1))
+
+
 def spread(times: Times, name: str) -> str:
     """A way's time over that by hand, round by round: median and quartiles."""
     mine, base = times.get(name, ""), times[BASE]
@@ -200,10 +223,13 @@ def _each(several: Times, one: Times, name: str) -> str:
     return f"{(statistics.median(many) - statistics.median(first)) / (INVOKES - 1):.0f}"
 
 
-def sections(*, rounds: int, toy_rounds: int, tiny: bool, clock: str = "wall") -> list[str]:
+def sections(
+    *, rounds: int, toy_rounds: int, tiny: bool, clock: str = "wall", memory: str = ""
+) -> list[str]:
     """All tables.
 
     Args:
+        memory: a sentence on who keeps it.
         tiny: two narrow layers: for a look at whether all of it runs.
         clock: "wall", or "cpu" for the time of this process alone, all threads together.
     """
@@ -213,7 +239,8 @@ def sections(*, rounds: int, toy_rounds: int, tiny: bool, clock: str = "wall") -
     note = (
         f"PyTorch's own hooks, midstream, and nnsight {nnsight_version() or '(not installed)'}; "
         f"threads of PyTorch: {torch.get_num_threads()}. {seconds}, medians. Ratios are of times "
-        "of the same round: median, and quartiles in brackets. All read the same values.\n"
+        "of the same round: median, and quartiles in brackets. All read the same values. "
+        f"{memory}\n"
     )
     model = model_section(given, Measure(rounds, CLOCKS[clock]))
     return [note, model, toy_section(Measure(toy_rounds, CLOCKS[clock]))]
@@ -227,12 +254,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of PyTorch")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers, to see it run")
+    parser.add_argument("--malloc", choices=("kept", "default"), default="kept")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/local.md")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
+    kept = args.malloc == "kept" and keep_memory()
+    memory = "Memory that is freed stays with the process." if kept else "Memory is the system's."
     how = {"rounds": args.rounds, "toy_rounds": args.toy_rounds, "clock": args.clock}
-    write(args.out, "Models in the caller's own process", sections(tiny=args.tiny, **how))
+    tables = sections(tiny=args.tiny, memory=memory, **how)
+    write(args.out, "Models in the caller's own process", tables)
 
 
 if __name__ == "__main__":

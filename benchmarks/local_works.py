@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import itertools
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,6 +51,16 @@ def case(layers: int, tokens: int, prompts: int, **sizes: int) -> Case:
     module.generation_config.pad_token_id = 0
     batch = torch.randint(module.config.vocab_size, (prompts, 16), device=device)
     return Case(module, batch[:1], batch, tokens)
+
+
+def with_same_weights(module: nn.Module) -> Any:
+    """Another module with the same parameters and buffers, the very tensors.
+
+    Each way works on modules of its own: nnsight puts a forward of its own into every module that
+    it is given, for good, and whoever else calls that module runs it too.
+    """
+    held = itertools.chain(module.parameters(), module.buffers())
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in held})
 
 
 @contextmanager

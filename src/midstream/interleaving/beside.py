@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import greenlet
 import torch
+from greenlet import getcurrent
 
 from midstream.errors import OutOfOrderError
 from midstream.interleaving.copies import BatchSizes, Rows
@@ -20,6 +20,7 @@ from midstream.interleaving.modes import BlockModes
 from midstream.interleaving.order import Order
 from midstream.interleaving.run import Run, StopTrace
 from midstream.interleaving.structure import flatten
+from midstream.interleaving.whole import Whole
 
 if TYPE_CHECKING:
     from midstream.interleaving.barriers import Barrier
@@ -49,11 +50,11 @@ class LocalRun(Run):
 
     def resume(self, error: BaseException | None = None) -> None:
         """Let the block execute until it waits again or ends, see ``Run``; on no clock."""
-        if not self.done:
+        if not self._greenlet.dead and not self._abandoned:
             self._visit(error)
 
     def _visit(self, error: BaseException | None) -> None:
-        block, current = self._greenlet, greenlet.getcurrent()
+        block, current = self._greenlet, getcurrent()
         if block.parent is not current:
             block.parent = current
         self.wanted = None
@@ -105,7 +106,11 @@ class LocalOrder(Order):
 
     def reach(self, location: Location) -> None:
         """The step has got to a location."""
-        super().reach(location)
+        place = self.places.get(location)
+        if place is None:
+            super().reach(location)
+        elif place > self.position:
+            self.position = place
         if location in self._passed:
             self._repeated.add(location)
         self._passed.add(location)
@@ -164,14 +169,14 @@ class LocalInterleaver(Interleaver):
         self._storages: frozenset[int] | None = None
         self._call: Any = ()  # what the call under way was made with
         self._callers: frozenset[int] | None = None
-        self._home: Any = None  # the greenlet of that call
+        self._anywhere = False  # but in the greenlet of that call
         self._calling = False  # whether a block calls a module whose locations are served
 
     @contextmanager
     def called_with(self, args: Sequence[Any], kwargs: Any) -> Iterator[None]:
         """A call of the model; the tensors that it is made with are the caller's to change."""
         self._call, self._callers = (tuple(args), dict(kwargs)), None
-        self._home = greenlet.getcurrent()
+        self._home = getcurrent()
         try:
             yield
         finally:
@@ -184,18 +189,7 @@ class LocalInterleaver(Interleaver):
 
         Other threads, blocks and recomputations of a backward pass may call the same modules.
         """
-        return greenlet.getcurrent() is self._home
-
-    def traced(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands for a module's forward, see ``Interleaver``; itself for all other calls."""
-        inner, current = super().traced(path, forward), greenlet.getcurrent
-
-        def traced(*args: Any, **kwargs: Any) -> Any:
-            if current() is not self._home:
-                return forward(*args, **kwargs)
-            return inner(*args, **kwargs)
-
-        return traced
+        return getcurrent() is self._home
 
     def set_rows(self, rows: Mapping[Run, Rows], sizes: Sequence[int]) -> None:
         """Whose rows are where in a forward, once it is known how many it has."""
@@ -220,6 +214,9 @@ class LocalInterleaver(Interleaver):
         Raises:
             Halt: nobody needs the forward any more.
         """
+        run = self._only(location) if rows is None and check is None else None
+        if run is not None:
+            return self._hand_whole(location, value, run)
         others = self._set_others_aside(location) if self._calling else []
         waited = location in self._waiting
         around, self._open = self._open, None
@@ -233,6 +230,40 @@ class LocalInterleaver(Interleaver):
         if others:
             self._waiting[location] = others
         if waited and not self._calling and self.is_over():
+            raise Halt
+        return value
+
+    def _only(self, location: Location) -> LocalRun | None:
+        """The block that waits there, if it is the only one of the batch."""
+        waiting, rows = self._waiting.get(location), self._rows
+        if not waiting or len(rows) > 1 or self._calling or self._skipping:
+            return None
+        run = waiting[0]
+        is_all = rows.get(run) == (0, self._sizes[0])
+        return run if is_all and isinstance(run, LocalRun) else None
+
+    def _hand_whole(self, location: Location, value: Any, run: LocalRun) -> Any:
+        """As ``hand_over`` to the only block of a batch."""
+        order = self.order
+        order.reach(location)
+        order.current = location
+        del self._waiting[location]
+        rows = self._rows[run]
+
+        def make(value: Any) -> LiveEvent:
+            return self._live(location, value, [rows], self._sizes)
+
+        whole = Whole(value, make, self._is_callers, rows, location)
+        run.place, run.served = location, whole
+        try:
+            run.resume()
+            if not whole.is_as_read:
+                self._serving.settle(run, whole)
+        finally:
+            run.place = run.served = None
+        self.after(run)
+        value = whole.result()
+        if run.done and self.is_over():
             raise Halt
         return value
 
@@ -251,7 +282,7 @@ class LocalInterleaver(Interleaver):
         rows = Rows(0, own.stop - own.start)
         alike = {run: rows for run, span in self._rows.items() if span == own and run is not caller}
         self.set_rows(alike, BatchSizes((rows.stop,)))
-        self._calling, self._home = True, greenlet.getcurrent()
+        self._calling, self._home = True, getcurrent()
         try:
             return module(*args, **kwargs)
         finally:
@@ -280,7 +311,9 @@ class LocalInterleaver(Interleaver):
         run.missed, wanted = None, run.wanted
         if wanted is None or run.done:
             return
-        if self.order.seems_passed(wanted):
+        place = self.order.places.get(wanted)
+        is_ahead = place is not None and place > self.order.position
+        if not is_ahead and self.order.seems_passed(wanted):
             run.missed = self.asking.out_of_order(run, wanted)
         self._wait(run, wanted)
 
@@ -301,8 +334,19 @@ class LocalInterleaver(Interleaver):
         sizes: Sequence[int],
         check: Check | None = None,
     ) -> Event:
+        self._open = self._live(location, value, spans, sizes, check)
+        return self._open
+
+    def _live(
+        self,
+        location: Location,
+        value: Any,
+        spans: Sequence[Rows],
+        sizes: Sequence[int],
+        check: Check | None = None,
+    ) -> LiveEvent:
         alone = all(span == (0, sizes[0]) for span in spans)
-        self._open = LiveEvent(
+        return LiveEvent(
             value,
             sizes,
             spans,
@@ -313,7 +357,6 @@ class LocalInterleaver(Interleaver):
             is_callers=self._is_callers,
             tokens=self.tokens,
         )
-        return self._open
 
     def _is_kept(self, tensor: torch.Tensor) -> bool:
         return self._is_callers(tensor) or self._is_models(tensor)

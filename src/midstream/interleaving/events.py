@@ -80,7 +80,7 @@ class Event:
         self._value = value
         self._check, self._is_models, self._is_whole = check, is_models, is_whole
         self._axes: dict[int, int | None] = {}
-        self.has_items = not isinstance(value, torch.Tensor) and _has_items(value)
+        self.has_items = not isinstance(value, torch.Tensor) and has_items(value)
         self.writes: list[Put] | None = None
         self.before_write: Callable[[torch.Tensor], None] | None = None
 
@@ -319,7 +319,7 @@ def _is_counted(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and not leaf.is_cpu
 
 
-def _has_items(value: Any) -> bool:
+def has_items(value: Any) -> bool:
     """Whether a value holds a list or a dictionary with something in it."""
     parts = value if isinstance(value, tuple) else (value,)
     return any(isinstance(part, list | dict) and part for part in parts)

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from greenlet import getcurrent
 
 from midstream.errors import OutOfOrderError
 from midstream.interleaving.asking import Asking
@@ -71,6 +72,7 @@ class Interleaver:
         self._sizes: Sequence[int] = ()
         self._recording = Recordings()
         self._paused = False
+        self._anywhere, self._home = True, None  # or in which greenlet modules run traced
         self.sources = Sources(self)
         self._observing = False  # whether every call is handed over, wanted or not
         self._in_turns = False  # whether a request has several blocks
@@ -401,8 +403,7 @@ class Interleaver:
         if self.tapping.is_under_way:
             self.tapping.expect(location)
         elif self.in_forward and not self.order.learning and location not in ENGINE_ORDER:
-            for path in self.order.paths(location):
-                self.replacing.replace(path)
+            self.replacing.replace_all(self.order.paths(location))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -433,7 +434,7 @@ class Interleaver:
         recorded, instrumented = self._recording, self.sources.wanted
 
         def traced(*args: Any, **kwargs: Any) -> Any:
-            if self._paused:
+            if self._paused or not (self._anywhere or getcurrent() is self._home):
                 return forward(*args, **kwargs)
             if entry in self._waiting or self._observing:
                 args, kwargs = self.hand_over(entry, (args, kwargs))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import methodcaller
-from typing import Any
+from typing import Any, NamedTuple, Self
 from weakref import getweakrefcount
 
 import torch
@@ -62,7 +62,7 @@ class LiveEvent(Event):
         super().__init__(value, sizes, spans, check, is_models, is_whole)
         self._total, self._is_callers, self._tokens = total, is_callers, tokens
         self._flat: set[int] = set()
-        self._given: dict[int, torch.Tensor | None] = {}  # None: the leaf itself
+        self._given: dict[int, Taken] = {}
 
     def axis(self, index: int) -> int | None:
         """The axis that runs over rows, or over all rows' tokens, as in a mixture of experts."""
@@ -113,10 +113,7 @@ class LiveEvent(Event):
         """Whether a block's tensor, whose version is as it was, is another for the model."""
         if index in self._given:
             return False
-        live = self.live(index, rows)
-        if value.requires_grad and not live.requires_grad:  # `x.requires_grad_()`
-            return True
-        return _has_bytes(value) and not same_bytes(value.detach(), live.detach())
+        return differs(value, self.live(index, rows))
 
     def copy(self, index: int, rows: Rows) -> Any:
         """A block's own tensor: the live one if gradients flow through it, else a copy."""
@@ -130,17 +127,16 @@ class LiveEvent(Event):
         if self._is_all(index, rows):
             if self._is_fixed(leaf):  # the block may change its tensor, and not that one
                 leaf = self.leaves[index] = leaf.clone()
-            return self._give(index, leaf)
+            self._given[index] = given = taken(leaf)
+            return given.tensor
         part = self._cut(index, rows).clone()
         note_origin(part, leaf, axis, *self._in_leaf(index, rows))
         return part
 
-    def _give(self, index: int, leaf: torch.Tensor) -> torch.Tensor:
-        """The live tensor for the block; the model keeps the object, which ``result`` fills."""
-        mine = leaf.detach()
-        is_swapped = type(leaf) is torch.Tensor and not leaf.is_leaf and _swapped(leaf, mine)
-        self._given[index] = mine if is_swapped else None
-        return mine if is_swapped else leaf
+    def having_given(self, leaves: list[Any], given: dict[int, Taken]) -> Self:
+        """The event after its only block has read it: what the model has, and what the block."""
+        self.leaves, self._given = leaves, given
+        return self
 
     def bundle(self, rows: Rows) -> Bundle | None:
         """None: each request's tensors are made on their own."""
@@ -179,22 +175,15 @@ class LiveEvent(Event):
 
     def _is_fixed(self, leaf: torch.Tensor) -> bool:
         """Whether autograd refuses to write into a leaf, or the caller holds it."""
-        base = leaf._base if leaf._is_view() and leaf._base is not None else leaf
-        if base.is_leaf and base.requires_grad:
-            return True
-        if base is not leaf and leaf.requires_grad and _creation_of(leaf) != _BY_AUTOGRAD:
-            return True  # as the parts that `split` gives
-        return self._is_callers is not None and self._is_callers(leaf)
+        return is_fixed(leaf, self._is_callers)
 
     def result(self) -> Any:
         """The value the model goes on with, which shares no memory with what a block was given."""
         if not self._replaced and not self._given:
             return self._value
         leaves = list(self.leaves)
-        for index, mine in self._given.items():
-            copied = (leaves[index] if mine is None else mine).clone()
-            if mine is None or not _swapped(leaves[index], copied):
-                leaves[index] = copied
+        for index, given in self._given.items():
+            leaves[index] = given.replaced(leaves[index])
         for index in self._replaced:
             leaves[index] = self._with_replaced(index)
         return self._build(leaves)
@@ -208,6 +197,51 @@ class LiveEvent(Event):
         for rows, value in values.items():
             self._cut(index, rows, new).copy_(value)
         return new
+
+
+class Taken(NamedTuple):
+    """A live tensor that a block has been given.
+
+    Attributes:
+        tensor: what the block holds.
+        is_swapped: whether it is another object than the model's, which stands for nothing until
+            it is filled.
+    """
+
+    tensor: torch.Tensor
+    is_swapped: bool
+
+    def replaced(self, leaf: torch.Tensor) -> torch.Tensor:
+        """What the model goes on with: a copy, in the object that it holds if that can be."""
+        copied = self.tensor.clone()
+        return leaf if self.is_swapped and _swapped(leaf, copied) else copied
+
+
+def taken(leaf: torch.Tensor) -> Taken:
+    """The live tensor for a block; the model keeps the object, which ``replaced`` fills."""
+    mine = leaf.detach()
+    if type(leaf) is torch.Tensor and not leaf.is_leaf and _swapped(leaf, mine):
+        return Taken(mine, is_swapped=True)
+    return Taken(leaf, is_swapped=False)
+
+
+def is_fixed(leaf: torch.Tensor, is_callers: Callable[[torch.Tensor], bool] | None) -> bool:
+    """Whether autograd refuses to write into a leaf, or the caller holds it."""
+    base = leaf._base if leaf._is_view() and leaf._base is not None else leaf
+    if base.is_leaf and base.requires_grad:
+        return True
+    if base is not leaf and leaf.requires_grad and _creation_of(leaf) != _BY_AUTOGRAD:
+        return True  # as the parts that `split` gives
+    return is_callers is not None and is_callers(leaf)
+
+
+def differs(value: torch.Tensor, live: torch.Tensor) -> bool:
+    """Whether a block's copy, whose version is as it was, is another tensor for the model."""
+    if value.requires_grad and not live.requires_grad:  # `x.requires_grad_()`
+        return True
+    if not _has_bytes(value) or torch.equal(value, live):
+        return False
+    return not same_bytes(value.detach(), live.detach())
 
 
 _creation_of: Any = torch._C._autograd._get_creation_meta

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +39,12 @@ class Replacing:
         finally:
             del self._held[path]
             _put_back(module, own)
+
+    def replace_all(self, paths: Iterable[str]) -> None:
+        """Replace the forwards of several modules, unless that has been done."""
+        for path in paths:
+            if path not in self._replaced:  # asked here too: most of those around others are
+                self.replace(path)
 
     def replace(self, path: str) -> None:
         """Replace a module's forward, unless that has been done."""

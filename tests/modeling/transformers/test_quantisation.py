@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from midstream.modeling.transformers.loading import Checkpoint
+from midstream.modeling.transformers.model import TransformersModel
 
 Get = Callable[[str], Any]
 
@@ -70,3 +72,26 @@ def test_an_unknown_dtype_is_refused(dtype: Any) -> None:
     """A dtype that is none is refused with those there are (H4)."""
     with pytest.raises(ValueError, match=r"dtype=.*expected 'auto', a torch.dtype .*nf4, fp4"):
         Checkpoint("nowhere", dtype=dtype)
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize("dtype", ["nf4", "fp4", "int8"])
+def test_a_quantised_checkpoint_is_read_and_edited(dtype: str, folder: Get) -> None:
+    """A checkpoint in 4 or 8 bits is read as a hook reads it, and edited (H4)."""
+    model = TransformersModel(folder("T-LLAMA"), dtype=dtype, dispatch=True)
+    layer = model.module.model.layers[1]
+    assert type(layer.mlp.down_proj).__module__.startswith("bitsandbytes")
+    ids, found = torch.arange(1, 9)[None], []
+    handle = layer.register_forward_hook(lambda _module, _args, output: found.append(output))
+    with torch.no_grad():
+        plain = model.module(ids).logits
+    handle.remove()
+    with model.trace(ids):
+        stream = model.model.layers[1].output.save()
+        logits = model.lm_head.output.save()
+    assert torch.equal(stream, found[0])
+    assert torch.equal(logits, plain)
+    with model.trace(ids):
+        model.model.layers[1].output[:] = 0
+        edited = model.lm_head.output.save()
+    assert (edited - plain).abs().max() > 0.1
