@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,18 +79,38 @@ def refuse_old_runner(config: Any) -> None:
 def _initialize(config: Any) -> torch.nn.Module:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers import rotary_embedding
-    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.model_loader.utils import get_model_architecture, initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     with (
         _own_rotary_embeddings(rotary_embedding._ROPE_DICT),
         set_current_vllm_config(config),
         set_default_torch_dtype(config.model_config.dtype),
-        torch.device("meta"),
-        _ReadableMeta(),
     ):
-        root: torch.nn.Module = initialize_model(vllm_config=config)
-        return root.eval()
+        # A definition that makes tensors when it is imported would have them on the meta device,
+        # for good, and an engine that is forked from here, or runs here, would compute with them.
+        get_model_architecture(config.model_config)
+        with torch.device("meta"), _ReadableMeta():
+            root: torch.nn.Module = initialize_model(vllm_config=config)
+    _undecorate(root)
+    return root.eval()
+
+
+def _undecorate(root: torch.nn.Module) -> None:
+    """Give classes of transformers back what vLLM's Transformers backend changed in them.
+
+    It has them compiled by vLLM, and refuse to be made outside of it: no HuggingFace model of that
+    architecture could be loaded in this process.
+    """
+    from transformers import PreTrainedModel
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper as Compiled
+
+    for kind in {type(module) for module in root.modules()}:
+        if issubclass(kind, PreTrainedModel) and Compiled in kind.__bases__:
+            made = inspect.getclosurevars(kind.__init__).nonlocals["old_init"]
+            kind.__bases__ = tuple(base for base in kind.__bases__ if base is not Compiled)
+            kind.__init__ = made  # type: ignore[method-assign]
+            del kind.__call__
 
 
 @contextmanager
@@ -104,8 +125,11 @@ def _own_rotary_embeddings(shared: dict[Any, Any]) -> Iterator[None]:
         shared.update(before)
 
 
+_READING = (torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.cpu)
+
+
 class _ReadableMeta(TorchFunctionMode):
-    """Answers `.tolist()` of a meta tensor with zeros: some models read tables back when built."""
+    """Has meta tensors hold zeros for who reads them: some models read values back when built."""
 
     def __torch_function__(
         self,
@@ -114,8 +138,8 @@ class _ReadableMeta(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.Tensor.tolist and args[0].is_meta:
-            return torch.zeros(args[0].shape, device="cpu").tolist()
+        if func in _READING and args[0].is_meta:
+            return func(torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu"), *args[1:])
         return func(*args, **(kwargs or {}))
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from midstream.modeling.vllm.checking.places import STREAM, Place
+from midstream.modeling.vllm.checking.streams import stream_of
 
-CALLED, LOGITS = "called", "logits"
+CALLED, FORM, LOGITS = "called", "form", "logits"
 STRENGTH = 0.5
 """How much is added to a stream, as a share of its norm."""
 
@@ -19,14 +20,6 @@ Block = Callable[[Any, Any], dict[str, Any]]
 def first(value: Any) -> Any:
     """The tensor of an output, the first where it is a tuple."""
     return value[0] if isinstance(value, tuple | list) else value
-
-
-def stream_of(output: Any) -> torch.Tensor:
-    """The residual stream of what a layer on vLLM returned: one tensor, or the sum of a pair."""
-    if not isinstance(output, tuple | list):
-        return output
-    parts = [part for part in output if isinstance(part, torch.Tensor)]
-    return parts[0] + parts[1] if len(parts) == 2 else parts[0]
 
 
 def steered(stream: torch.Tensor) -> torch.Tensor:
@@ -48,10 +41,13 @@ def reading(places: Sequence[Place]) -> Block:
     """A block that reads places, in their order, and the logits."""
 
     def block(model: Any, tracer: Any) -> dict[str, Any]:
-        found = {}
+        found: dict[str, Any] = {}
         for place in places:
             output = model.get(place.engine).output
-            found[place.name] = stream_of(output) if place.kind == STREAM else first(output)
+            if place.kind == STREAM:
+                found[FORM], found[place.name] = stream_of(output, overwrites=place.overwrites)
+            else:
+                found[place.name] = first(output)
         found[LOGITS] = model.logits
         return found
 
@@ -73,7 +69,7 @@ def steering(place: Place) -> Block:
 
     def block(model: Any, tracer: Any) -> dict[str, Any]:
         output = model.get(place.engine).output
-        first(output)[:] += steered(stream_of(output))
+        first(output)[:] += steered(stream_of(output, overwrites=place.overwrites)[1])
         return {LOGITS: model.logits}
 
     return block

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from midstream.errors import UnsupportedError
+from midstream.errors import InterventionError, UnsupportedError
 from midstream.modeling.navigating import Navigable
-from midstream.modeling.vllm.checking.blocks import LOGITS
+from midstream.modeling.vllm.checking.blocks import FORM, LOGITS
 from midstream.modeling.vllm.checking.places import Decoder
-from midstream.modeling.vllm.checking.plan import ON_GPU, TOLERANCES, Plan
+from midstream.modeling.vllm.checking.plan import ON_GPU, TOLERANCES, Plan, Write
 from midstream.modeling.vllm.checking.reference import Reference
 from midstream.modeling.vllm.checking.report import Check
 from midstream.modeling.vllm.edits import EditRegistry
@@ -38,12 +38,11 @@ class Checking(Navigable):
     """The check of a `VLLM` against HuggingFace."""
 
     mode: Literal["sync", "async"]
-    repo: str
     tokenizer: Any
     trace: Callable[..., Tracer]
     transformers: Callable[..., TransformersModel]
     _edits: EditRegistry
-    _is_elsewhere: bool
+    _home: tuple[str, str | None] | None
     _model_config: Any
 
     def check(
@@ -85,10 +84,12 @@ class Checking(Navigable):
         plan, prompt, local = self._check_plan(prompt, layers, tolerance, dtype)
         plan.learn(self._ran(plan.probe, prompt).saves)
         tracer = self._ran(plan.read, prompt)
-        written = [
-            (write, self._ran(write.block, prompt).saves[LOGITS])
-            for write in plan.writes(tracer.saves)
-        ]
+        written: list[tuple[Write, Any]] = []
+        for write in plan.writes(tracer.saves):
+            try:
+                written.append((write, self._ran(write.block, prompt).saves[LOGITS]))
+            except InterventionError as error:
+                written.append((write, error))
         return self._beside_local(plan, tracer, written, local, device)
 
     async def acheck(
@@ -109,16 +110,18 @@ class Checking(Navigable):
         plan, prompt, local = self._check_plan(prompt, layers, tolerance, dtype)
         plan.learn((await self._aran(plan.probe, prompt)).saves)
         tracer = await self._aran(plan.read, prompt)
-        written = [
-            (write, (await self._aran(write.block, prompt)).saves[LOGITS])
-            for write in plan.writes(tracer.saves)
-        ]
+        written: list[tuple[Write, Any]] = []
+        for write in plan.writes(tracer.saves):
+            try:
+                written.append((write, (await self._aran(write.block, prompt)).saves[LOGITS]))
+            except InterventionError as error:
+                written.append((write, error))
         return await asyncio.to_thread(self._beside_local, plan, tracer, written, local, device)
 
     def _check_plan(
         self, prompt: Any, layers: Sequence[int] | None, tolerance: float | None, dtype: Any
     ) -> tuple[Plan, Any, TransformersModel]:
-        if self._is_elsewhere:
+        if self._home is not None:
             raise UnsupportedError(_ELSEWHERE)
         loading = {} if dtype is None else {"dtype": dtype}
         local = self.transformers(attn_implementation="eager", **loading)
@@ -149,7 +152,8 @@ class Checking(Navigable):
         return Check(
             rows,
             f"{self._model_config.architecture} on vLLM in {_short(self._model_config.dtype)}",
-            f"HuggingFace's {type(module).__name__} in {_short(dtype)} on {device}",
+            f"transformers' {type(module).__name__} in {_short(dtype)} on {device}",
+            tracer.saves.get(FORM, ""),
             _notes(self._edits),
         )
 
@@ -165,8 +169,8 @@ def _tolerance(dtype: torch.dtype) -> float:
 def _notes(edits: EditRegistry) -> tuple[str, ...]:
     if not edits.installed:
         return ()
-    names = ", ".join(repr(edit.name) if edit.name else "one without a name" for edit in edits.installed)
-    return (f"Edits are installed on the engine and ran beside this: {names}.",)
+    names = ", ".join(repr(edit.name) if edit.name else "unnamed" for edit in edits.installed)
+    return (f"Edits that are installed on this engine ran too: {names}.",)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from midstream.errors import UnsupportedError
+from midstream.modeling.vllm.checking.streams import overwrites_residual
 
 STREAM, ATTENTION, MLP, ROUTER, NORM = "stream", "attention", "mlp", "router", "final norm"
 
@@ -36,12 +37,15 @@ class Place:
         layer: the layer's index; None for what lies behind the layers.
         engine: the module's path on vLLM.
         local: the module's path on HuggingFace.
+        overwrites: of a layer, whether the second element of its pair is left over, see
+            ``streams.overwrites_residual``.
     """
 
     kind: str
     layer: int | None
     engine: str
     local: str
+    overwrites: bool = False
 
     @property
     def name(self) -> str:
@@ -79,7 +83,8 @@ class Decoder:
             if kind == MLP and (router := self._children(found, _ROUTER)) is not None:
                 yield Place(ROUTER, layer, *router)
             yield Place(kind, layer, *found)
-        yield Place(STREAM, layer, *paths)
+        overwrites = overwrites_residual(self._trees[0][paths[0]])
+        yield Place(STREAM, layer, *paths, overwrites=overwrites)
 
     def behind(self) -> Iterator[Place]:
         """The final norm, where both trees have one beside the layers."""

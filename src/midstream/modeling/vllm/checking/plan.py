@@ -12,15 +12,7 @@ from torch import Tensor
 
 from midstream.modeling.vllm.checking import blocks
 from midstream.modeling.vllm.checking.blocks import LOGITS, Block
-from midstream.modeling.vllm.checking.places import (
-    ATTENTION,
-    MLP,
-    NORM,
-    ROUTER,
-    STREAM,
-    Decoder,
-    Place,
-)
+from midstream.modeling.vllm.checking.places import MLP, ROUTER, STREAM, Decoder, Place
 from midstream.modeling.vllm.checking.reference import Reference, rows_of
 from midstream.modeling.vllm.checking.report import Row, row_error
 
@@ -125,13 +117,13 @@ class Plan:
             )
 
     def rows(
-        self, read: Values, written: Sequence[tuple[Write, Tensor]], hf: Reference
+        self, read: Values, written: Sequence[tuple[Write, Tensor | Exception]], hf: Reference
     ) -> Iterator[Row]:
         """Compare what the engine gave with HuggingFace's forward.
 
         Args:
             read: what the engine's places had.
-            written: writes with the logits that the engine gave under them.
+            written: writes with the logits that the engine gave under them, or why it did not.
             hf: HuggingFace's model.
         """
         # also the layers beside those read: a mix-up would give their values
@@ -145,6 +137,9 @@ class Plan:
         logits = right[LOGITS]
         yield self._row(LOGITS, "model.logits", read[LOGITS], logits, logits.roll(1, -1))
         for write, got in written:
+            if isinstance(got, Exception):
+                yield Row(write.name, write.path, *_NOTHING, note=str(got).partition("\n")[0])
+                continue
             yield self._row(write.name, write.path, got, write.right(hf), logits)
 
     def _row(self, name: str, path: str, got: Tensor, right: Tensor, mixed_up: Tensor) -> Row:
@@ -179,6 +174,3 @@ def _indices(layers: Sequence[int] | None, count: int) -> list[int]:
         if not -count <= layer < count:
             raise IndexError(f"layers: the model has {count} layers; got the index {layer}")
     return sorted({layer % count for layer in wanted})
-
-
-__all__ = ["ATTENTION", "NORM", "TOLERANCES", "Plan", "Write"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -64,7 +65,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """"equal", "differs", or "cannot tell"."""
+        """One of "equal", "differs" and "cannot tell"."""
         if self.passed:
             return "equal"
         return "cannot tell" if self.error <= self.tolerance else "differs"
@@ -78,12 +79,15 @@ class Check:
         rows: reads in the order of the forward, then writes.
         engine: what was compared, in words.
         reference: what it was compared with, in words.
+        stream: what the residual stream leaving a layer is here: ``sum(layer.output)``,
+            ``layer.output`` or ``layer.output[0]``.
         notes: what a reader of the table should know.
     """
 
     rows: tuple[Row, ...]
     engine: str
     reference: str
+    stream: str
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -113,7 +117,9 @@ class Check:
 
     def __rich__(self) -> Table:
         verdict = "passed" if self.passed else f"FAILED: {len(self.failures)} of {len(self.rows)}"
-        caption = "\n".join([f"{self.engine}, beside {self.reference}", *self.notes])
+        about = f"{self.engine}, beside {self.reference}."
+        stream = f"The stream leaving a layer is {self.stream}."
+        caption = escape("\n".join([about, stream, *self.notes]))
         table = Table(title=f"model.check(): {verdict}", caption=caption, caption_justify="left")
         for name in ("what", "module"):
             table.add_column(name, overflow="fold")
@@ -133,4 +139,4 @@ class Check:
 def _cells(row: Row) -> tuple[str, ...]:
     numbers = (f"{number:.1e}" for number in (row.error, row.tolerance, row.mixed_up))
     verdict = f"{row.verdict}: {row.note}" if row.note else row.verdict
-    return row.name, row.path, *numbers, verdict
+    return row.name, escape(row.path), *numbers, escape(verdict)
