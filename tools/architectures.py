@@ -27,6 +27,7 @@ from midstream.modeling.vllm import bootstrap
 from midstream.modeling.vllm.checking.report import Check, Row
 from tests.support.catalogue import CATALOGUE, Entry
 from tests.support.groups import give_experts_a_group
+from tests.support.rotary import rotate_in_pytorch
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
@@ -74,6 +75,9 @@ def engine(entry: Entry) -> Iterator[VLLM]:
     """An engine on the entry's checkpoint."""
     give_experts_a_group()
     with VLLM(str(entry.checkpoint()), dtype=entry.dtype, **ENGINE) as model:
+        if entry.native_rotary:
+            model.dispatch()
+            rotate_in_pytorch(model)
         yield model
 
 

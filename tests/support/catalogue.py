@@ -23,6 +23,7 @@ class Entry:
         tolerance: relative error of a row; None for the default of the dtype.
         apart: run the engine in a process of its own, since vLLM changes classes of transformers
             where it runs their code.
+        native_rotary: have vLLM rotate by its code in PyTorch, not by its kernel.
         note: what a reader of the table should know.
     """
 
@@ -31,6 +32,7 @@ class Entry:
     dtype: str = "float32"
     tolerance: float | None = None
     apart: bool = False
+    native_rotary: bool = False
     note: str = ""
 
     @property
@@ -81,8 +83,6 @@ _LATENT = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
 }
 _FACTORS = {
     "embedding_multiplier": 3.0,
@@ -102,8 +102,8 @@ _OLD = {**_ENDS, "n_embd": 128, "n_head": 2, "n_layer": 4, "n_positions": 1024}
 
 _BF16 = "vLLM's linear attention on a CPU takes bfloat16 only"
 _MLA = (
-    "vLLM's rotary kernel for CPUs turns queries of several heads wrongly where they come as "
-    "[tokens, heads, size]: plain vLLM's logits differ from HuggingFace's just so"
+    "run with vLLM's rotary code in PyTorch: its kernel for CPUs turns queries of the form "
+    "[tokens, heads, size] wrongly, so that there plain vLLM is wrong too"
 )
 _EXACT_GELU = "vLLM computes the exact GELU, HuggingFace its approximation by tanh"
 _XIELU = "vLLM keeps the activation's parameters in bfloat16"
@@ -199,8 +199,7 @@ def _gemmas() -> Iterator[Entry]:
                 "activation_sparsity_pattern": [0.0] * 4,
             },
         ),
-        note="its stream has four copies, [4, tokens, width], which a block of one request may not "
-        "change",
+        note="on this checkpoint plain vLLM's logits are not HuggingFace's either",
     )
 
 
@@ -271,7 +270,12 @@ def _experts() -> Iterator[Entry]:
             },
         ),
     )
-    yield Entry("DeepSeek-V2", _config("deepseek_v2", "DeepseekV2ForCausalLM", _LATENT), note=_MLA)
+    yield Entry(
+        "DeepSeek-V2",
+        _config("deepseek_v2", "DeepseekV2ForCausalLM", _LATENT),
+        native_rotary=True,
+        note=_MLA,
+    )
     yield Entry(
         "DeepSeek-V3",
         _config(
@@ -279,6 +283,7 @@ def _experts() -> Iterator[Entry]:
             "DeepseekV3ForCausalLM",
             {**_LATENT, "q_lora_rank": 64, "topk_method": "noaux_tc"},
         ),
+        native_rotary=True,
         note=_MLA,
     )
 

@@ -46,7 +46,7 @@ def reading(places: Sequence[Place]) -> Block:
             output = model.get(place.engine).output
             if place.kind == STREAM:
                 found[FORM], found[place.name] = stream_of(output, overwrites=place.overwrites)
-            else:
+            elif output is not None:
                 found[place.name] = first(output)
         found[LOGITS] = model.logits
         return found

@@ -129,11 +129,14 @@ class Plan:
         # also the layers beside those read: a mix-up would give their values
         right = hf.reads([*self._neighbours(), *self.places])
         for place in self.places:
+            if place.name not in read:
+                yield Row(place.name, place.engine, *_NOTHING, note="it returns nothing on vLLM")
+                continue
             mixed_up = self._mixed_up(place, right)
             yield self._row(place.name, place.engine, read[place.name], right[place.name], mixed_up)
         for place in self._wanted:
             if place not in self.places:
-                yield Row(place.name, place.engine, *_NOTHING, note="vLLM never calls it")
+                yield Row(place.name, place.engine, *_NOTHING, note="vLLM does not call it")
         logits = right[LOGITS]
         yield self._row(LOGITS, "model.logits", read[LOGITS], logits, logits.roll(1, -1))
         for write, got in written:
