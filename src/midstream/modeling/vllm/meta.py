@@ -90,27 +90,36 @@ def _initialize(config: Any) -> torch.nn.Module:
         # A definition that makes tensors when it is imported would have them on the meta device,
         # for good, and an engine that is forked from here, or runs here, would compute with them.
         get_model_architecture(config.model_config)
-        with torch.device("meta"), _ReadableMeta():
+        with _own_classes(), torch.device("meta"), _ReadableMeta():
             root: torch.nn.Module = initialize_model(vllm_config=config)
-    _undecorate(root)
     return root.eval()
 
 
-def _undecorate(root: torch.nn.Module) -> None:
-    """Give classes of transformers back what vLLM's Transformers backend changed in them.
+@contextmanager
+def _own_classes() -> Iterator[None]:
+    """Give classes of transformers back what vLLM's Transformers backend changes in them.
 
     It has them compiled by vLLM, and refuse to be made outside of it: no HuggingFace model of that
-    architecture could be loaded in this process.
+    architecture could be loaded in this process. What an engine in this process changed stays.
     """
-    from transformers import PreTrainedModel
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper as Compiled
 
-    for kind in {type(module) for module in root.modules()}:
-        if issubclass(kind, PreTrainedModel) and Compiled in kind.__bases__:
+    before = _compiled_classes(Compiled)
+    try:
+        yield
+    finally:
+        changed: set[Any] = _compiled_classes(Compiled) - before
+        for kind in changed:
             made = inspect.getclosurevars(kind.__init__).nonlocals["old_init"]
             kind.__bases__ = tuple(base for base in kind.__bases__ if base is not Compiled)
-            kind.__init__ = made  # type: ignore[method-assign]
+            kind.__init__ = made
             del kind.__call__
+
+
+def _compiled_classes(compiled: type) -> set[Any]:
+    from transformers import PreTrainedModel
+
+    return {kind for kind in compiled.__subclasses__() if issubclass(kind, PreTrainedModel)}
 
 
 @contextmanager

@@ -80,11 +80,18 @@ class Decoder:
             found = self._children(paths, names)
             if found is None:
                 continue
-            if kind == MLP and (router := self._children(found, _ROUTER)) is not None:
-                yield Place(ROUTER, layer, *router)
+            if kind == MLP and (router := self._router(found, layer)) is not None:
+                yield router
             yield Place(kind, layer, *found)
         overwrites = overwrites_residual(self._trees[0][paths[0]])
         yield Place(STREAM, layer, *paths, overwrites=overwrites)
+
+    def _router(self, mlp: tuple[str, str], layer: int) -> Place | None:
+        """The router of a mixture of experts, if that is what the MLP is."""
+        found = self._children(mlp, _ROUTER)
+        if found is None or getattr(self._trees[1][found[1]], "weight", None) is None:
+            return None
+        return Place(ROUTER, layer, *found)
 
     def behind(self) -> Iterator[Place]:
         """The final norm, where both trees have one beside the layers."""
