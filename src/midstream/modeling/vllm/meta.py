@@ -108,15 +108,17 @@ def _own_classes() -> Iterator[None]:
     try:
         yield
     finally:
-        changed: set[Any] = _compiled_classes(Compiled) - before
-        for kind in changed:
-            made = inspect.getclosurevars(kind.__init__).nonlocals["old_init"]
-            kind.__bases__ = tuple(base for base in kind.__bases__ if base is not Compiled)
-            kind.__init__ = made
-            del kind.__call__
+        for kind in _compiled_classes(Compiled) - before:
+            _undecorate(kind, Compiled)
 
 
-def _compiled_classes(compiled: type) -> set[Any]:
+def _undecorate(kind: Any, compiled: type) -> None:
+    kind.__init__ = inspect.getclosurevars(kind.__init__).nonlocals["old_init"]
+    kind.__bases__ = tuple(base for base in kind.__bases__ if base is not compiled)
+    del kind.__call__
+
+
+def _compiled_classes(compiled: Any) -> set[Any]:
     from transformers import PreTrainedModel
 
     return {kind for kind in compiled.__subclasses__() if issubclass(kind, PreTrainedModel)}
