@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -45,9 +46,10 @@ def test_reads_and_writes_are_huggingfaces(title: str) -> None:
     check.raise_for_failure()
     form, routers = FORMS[title]
     assert check.stream == form
-    kinds = Counter(row.name.split()[0] for row in check if row.name.split()[-1].isdigit())
-    places = {"stream": LAYERS, "attention": LAYERS, "mlp": LAYERS, "router": routers}
-    assert +kinds == +Counter(places)
+    names = [re.fullmatch(r"(\w+) \d+", row.name) for row in check]
+    kinds = Counter(found[1] for found in names if found)
+    wanted = {"stream": LAYERS, "attention": LAYERS, "mlp": LAYERS, "router": routers}
+    assert +kinds == +Counter(wanted)
     writes = [row.name for row in check if " = 0" in row.name or "steered" in row.name]
     assert len(writes) == 2
     assert any("ablated" in row.name for row in check) == bool(routers)
