@@ -83,7 +83,7 @@ def test_an_expert_is_ablated_in_the_router(mixtral: Any, reference: Any) -> Non
 
 @torch.no_grad()
 def test_chosen_experts_are_read_from_the_router(mixtral: Any, reference: Any) -> None:
-    """The largest router logits of a row are the experts that HuggingFace's router chooses (B30)."""
+    """A row's largest router logits are the experts that HuggingFace's router chooses (B30)."""
     with mixtral.trace(A, **GREEDY):
         moe = mixtral.model.layers[LAYER].block_sparse_moe
         rows = moe.input.save()
