@@ -125,7 +125,7 @@ def _joined(notes: list[str]) -> str:
 
 def _reason(entry: Entry, error: BaseException) -> str:
     text = " ".join(str(error).replace(str(entry.checkpoint()), "...").split())
-    return f"**does not run:** {entry.note or f'{type(error).__name__}: {text[:160]}'}"
+    return _joined([f"**does not run:** {type(error).__name__}: {text[:160]}", entry.note])
 
 
 @contextmanager
