@@ -294,7 +294,7 @@ def _hybrids() -> Iterator[Entry]:
         "Qwen3.5",
         _config("qwen3_5_text", "Qwen3_5ForCausalLM", {**_WIDE, **_LINEAR}),
         dtype="bfloat16",
-        note=_BF16,
+        note="vLLM's definition imports torchvision, which the CPU environment has not",
     )
     yield Entry(
         "Mamba-2",
