@@ -105,6 +105,7 @@ _MLA = (
     "run with vLLM's rotary code in PyTorch: its kernel for CPUs turns queries of the form "
     "[tokens, heads, size] wrongly, so that there plain vLLM is wrong too"
 )
+_PLAIN = "on this checkpoint plain vLLM's logits are not HuggingFace's either"
 _EXACT_GELU = "vLLM computes the exact GELU, HuggingFace its approximation by tanh"
 _XIELU = "vLLM keeps the activation's parameters in bfloat16"
 
@@ -199,7 +200,7 @@ def _gemmas() -> Iterator[Entry]:
                 "activation_sparsity_pattern": [0.0] * 4,
             },
         ),
-        note="on this checkpoint plain vLLM's logits are not HuggingFace's either",
+        note=_PLAIN,
     )
 
 
@@ -284,7 +285,7 @@ def _experts() -> Iterator[Entry]:
             {**_LATENT, "q_lora_rank": 64, "topk_method": "noaux_tc"},
         ),
         native_rotary=True,
-        note=_MLA,
+        note=f"{_MLA}; {_PLAIN}",
     )
 
 
@@ -329,6 +330,7 @@ def _hybrids() -> Iterator[Entry]:
                 "block_ff_dim": 256,
             },
         ),
+        note=_PLAIN,
     )
 
 
