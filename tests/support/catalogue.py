@@ -100,7 +100,10 @@ _LINEAR = {
 _GEMMA = {**_WIDE, "tie_word_embeddings": True}
 _OLD = {**_ENDS, "n_embd": 128, "n_head": 2, "n_layer": 4, "n_positions": 1024}
 
-_BF16 = "vLLM's linear attention on a CPU takes bfloat16 only"
+_BF16 = (
+    "vLLM's linear attention on a CPU takes bfloat16 only; differences were not told apart from "
+    "its rounding"
+)
 _MLA = (
     "run with vLLM's rotary code in PyTorch: its kernel for CPUs turns queries of the form "
     "[tokens, heads, size] wrongly, so that there plain vLLM is wrong too"
