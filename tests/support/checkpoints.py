@@ -32,6 +32,7 @@ __all__ = [
     "C",
     "checkpoint",
     "default_root",
+    "written",
 ]
 
 A = [11, 12, 13, 14, 15]
@@ -140,6 +141,13 @@ def checkpoint(name: str, root: Path | None = None, *, with_tokenizer: bool = Fa
         KeyError: `name` is a key neither of `CHECKPOINTS` nor of `FURTHER`.
     """
     config = (CHECKPOINTS if name in CHECKPOINTS else FURTHER)[name]
+    return written(name, config, root, with_tokenizer=with_tokenizer)
+
+
+def written(
+    name: str, config: Mapping[str, Any], root: Path | None = None, *, with_tokenizer: bool = False
+) -> Path:
+    """As ``checkpoint``, of a configuration: its `model_type`, `architectures` and fields."""
     folder = (root or default_root()) / _folder_name(name, config, with_tokenizer)
     if not folder.exists():
         _write_atomically(folder, partial(_write, config=config, with_tokenizer=with_tokenizer))

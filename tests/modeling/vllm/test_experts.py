@@ -79,3 +79,16 @@ def test_an_expert_is_ablated_in_the_router(mixtral: Any, reference: Any) -> Non
     clean = rows @ block.gate.weight.T
     without = clean.index_fill(1, torch.tensor([EXPERT]), -torch.inf)
     assert_close(combined, mixture(block, rows, without), mixture(block, rows, clean))
+
+
+@torch.no_grad()
+def test_chosen_experts_are_read_from_the_router(mixtral: Any, reference: Any) -> None:
+    """A row's largest router logits are the experts that HuggingFace's router chooses (B30)."""
+    with mixtral.trace(A, **GREEDY):
+        moe = mixtral.model.layers[LAYER].block_sparse_moe
+        rows = moe.input.save()
+        chosen = moe.gate.output[0].topk(2).indices.sort(-1).values.save()
+    _, _, indices = reference.model.layers[LAYER].mlp.gate(rows)
+    right = indices.sort(-1).values
+    assert chosen.tolist() == right.tolist()
+    assert len({tuple(row) for row in right.tolist()}) > 1  # rows differ, so that it could be wrong

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
+import torch
 from torch import distributed
 
 from midstream import VLLM
 from midstream.modeling.vllm import bootstrap, meta
 from tests.conftest import TINY
 from tests.modeling.vllm.conftest import model_of
-from tests.support.checkpoints import checkpoint
+from tests.support.catalogue import CATALOGUE
+from tests.support.checkpoints import A, checkpoint
 
 
 def path() -> str:
@@ -52,3 +55,30 @@ def test_the_runner_that_is_used_may_be_asked_for(
     """Selecting the second model runner by hand is no error (O2, G9)."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
     assert not VLLM(path(), **TINY).dispatched
+
+
+def test_a_tree_leaves_classes_of_transformers_alone() -> None:
+    """An architecture that vLLM runs by transformers' code can be loaded on HuggingFace beside it.
+
+    (H1, B11).
+    """
+    model = VLLM(str(CATALOGUE["OLMo 2"].checkpoint()), skip_tokenizer_init=True, **TINY)
+    assert "transformers" in type(model.tree.modules[""]).__module__
+    local = model.transformers(dtype=torch.float32)
+    with local.trace(A):
+        stream = local.model.layers[1].output.save()
+    assert stream.shape == (1, len(A), 128)
+
+
+def test_what_a_definition_makes_on_import_has_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A definition that is first imported for the tree keeps the tensors it makes on the CPU."""
+    name = "vllm.model_executor.models.gemma3n"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    VLLM(str(CATALOGUE["Gemma 3n"].checkpoint()), skip_tokenizer_init=True, **TINY)
+    assert not sys.modules[name].EPS.is_meta
+
+
+def test_a_model_that_reads_a_number_while_it_is_built_has_a_tree() -> None:
+    """An activation that takes its own parameters out as numbers is no obstacle (A14)."""
+    model = VLLM(str(CATALOGUE["Apertus"].checkpoint()), skip_tokenizer_init=True, **TINY)
+    assert model.model.layers[3].mlp.path == "model.layers.3.mlp"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,18 +79,49 @@ def refuse_old_runner(config: Any) -> None:
 def _initialize(config: Any) -> torch.nn.Module:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers import rotary_embedding
-    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.model_loader.utils import get_model_architecture, initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     with (
         _own_rotary_embeddings(rotary_embedding._ROPE_DICT),
         set_current_vllm_config(config),
         set_default_torch_dtype(config.model_config.dtype),
-        torch.device("meta"),
-        _ReadableMeta(),
     ):
-        root: torch.nn.Module = initialize_model(vllm_config=config)
-        return root.eval()
+        # A definition that makes tensors when it is imported would have them on the meta device,
+        # for good, and an engine that is forked from here, or runs here, would compute with them.
+        get_model_architecture(config.model_config)
+        with _own_classes(), torch.device("meta"), _ReadableMeta():
+            root: torch.nn.Module = initialize_model(vllm_config=config)
+    return root.eval()
+
+
+@contextmanager
+def _own_classes() -> Iterator[None]:
+    """Give classes of transformers back what vLLM's Transformers backend changes in them.
+
+    It has them compiled by vLLM, and refuse to be made outside of it: no HuggingFace model of that
+    architecture could be loaded in this process. What an engine in this process changed stays.
+    """
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper as Compiled
+
+    before = _compiled_classes(Compiled)
+    try:
+        yield
+    finally:
+        for kind in _compiled_classes(Compiled) - before:
+            _undecorate(kind, Compiled)
+
+
+def _undecorate(kind: Any, compiled: type) -> None:
+    kind.__init__ = inspect.getclosurevars(kind.__init__).nonlocals["old_init"]
+    kind.__bases__ = tuple(base for base in kind.__bases__ if base is not compiled)
+    del kind.__call__
+
+
+def _compiled_classes(compiled: Any) -> set[Any]:
+    from transformers import PreTrainedModel
+
+    return {kind for kind in compiled.__subclasses__() if issubclass(kind, PreTrainedModel)}
 
 
 @contextmanager
@@ -104,8 +136,11 @@ def _own_rotary_embeddings(shared: dict[Any, Any]) -> Iterator[None]:
         shared.update(before)
 
 
+_READING = (torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.cpu)
+
+
 class _ReadableMeta(TorchFunctionMode):
-    """Answers `.tolist()` of a meta tensor with zeros: some models read tables back when built."""
+    """Has meta tensors hold zeros for who reads them: some models read values back when built."""
 
     def __torch_function__(
         self,
@@ -114,8 +149,8 @@ class _ReadableMeta(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.Tensor.tolist and args[0].is_meta:
-            return torch.zeros(args[0].shape, device="cpu").tolist()
+        if func in _READING and args[0].is_meta:
+            return func(torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu"), *args[1:])
         return func(*args, **(kwargs or {}))
 
 

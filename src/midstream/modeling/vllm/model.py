@@ -17,6 +17,7 @@ from midstream.modeling.vllm import taps as declared
 from midstream.modeling.vllm.asynchronous.engine import AsyncEngine
 from midstream.modeling.vllm.asynchronous.model import Asynchronous
 from midstream.modeling.vllm.building import refuse_reimport
+from midstream.modeling.vllm.checking.model import Checking
 from midstream.modeling.vllm.client import Engine
 from midstream.modeling.vllm.data import read
 from midstream.modeling.vllm.edits import Editable, EditRegistry
@@ -43,7 +44,7 @@ _OURS = ("batch_invariant", "dispatch", "mode", "rename", "taps", *LIMITS)
 """Arguments of a model that are no engine's."""
 
 
-class VLLM(Elsewhere, Asynchronous, Generating, Editable, Storing, Sessions, EngineModel):
+class VLLM(Elsewhere, Asynchronous, Generating, Editable, Storing, Sessions, Checking, EngineModel):
     """A language model served by vLLM, whose forward passes can be read and edited.
 
     Without ``dispatch`` only the module tree and the tokenizer are made: no weights, no GPU. The

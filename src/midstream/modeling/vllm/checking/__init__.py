@@ -1,0 +1,1 @@
+"""`model.check()`: an engine's reads and writes beside HuggingFace's forward of its checkpoint."""
