@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -21,11 +22,11 @@ _NOT_SAMPLING = ("lora_request", "edits", "stream_saves")
 
 _ONE_ONLY = {
     "data_parallel_size": "Run one engine per replica, each with its own VLLM.",
-    "tensor_parallel_size": "Leave it out: blocks run on one GPU for now.",
     "pipeline_parallel_size": "Leave it out: blocks run on one GPU for now.",
     "decode_context_parallel_size": "Leave it out: blocks run on one GPU for now.",
     "prefill_context_parallel_size": "Leave it out: blocks run on one GPU for now.",
 }
+_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 _ABSENT = {
     "speculative_config": "A step would run tokens that are thrown away; leave it out.",
     "enable_batch_sharded_sampling": "Each rank would see only some requests; leave it out.",
@@ -53,6 +54,12 @@ def refuse(arguments: Mapping[str, Any]) -> None:
             raise UnsupportedError(f"{name}={arguments[name]!r} is not supported. {instead}")
     if arguments.get("runner", "auto") not in ("auto", "generate") or arguments.get("task"):
         raise UnsupportedError(POOLING)
+
+
+def ranks(arguments: Mapping[str, Any]) -> int:
+    """How many workers an engine has."""
+    sizes = (arguments.get(name) or 1 for name in _SIZES)
+    return math.prod(int(size) for size in sizes)
 
 
 def check_mode(mode: str) -> None:
