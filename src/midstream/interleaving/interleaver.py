@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from midstream.errors import OutOfOrderError
+from midstream.interleaving.across import Across
 from midstream.interleaving.asking import Asking
 from midstream.interleaving.copies import Rows
 from midstream.interleaving.events import Check, Event
@@ -49,6 +51,8 @@ class Interleaver:
         tapping: forwards that run as recorded ones.
         asking: what blocks may ask for.
         around_calls: entered around each call of a module that a block makes itself.
+        across: the processes that run the same blocks beside parts of the model; None if this one
+            has all of it.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Interleaver:
         self.around_calls: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.tapping, self.asking = Tapping(self), Asking(self)
         self._serving = Serving(self)
+        self.across: Across | None = None
         self.in_forward = False
         self.in_step = False
         self.starting = False  # whether blocks execute up to their first access, one by one
@@ -91,13 +96,20 @@ class Interleaver:
         self._runs = runs
         self._in_turns = any(run.turn for run in runs)
         self._paused = False  # a block that was left while it called a module does not set it back
+        begun = [run for run in runs if not run.started or _is_due(run)]
         try:
-            with NEUTRAL if all(run.plain for run in runs) else nullcontext():
+            with (
+                self.together(begun),
+                NEUTRAL if all(run.plain for run in runs) else nullcontext(),
+            ):
                 for run in runs:
                     self._begin(run)
         finally:
             self.starting = False
             EXCHANGE.give(None)
+        for run in runs:
+            if run.recorders and run.records:
+                self._recording.add(run)
         for location in self._replays.begin(replays):
             self._expect(location)
         self.order.learning = not self.order.known and self.wants_modules
@@ -107,10 +119,26 @@ class Interleaver:
         run.interleaver = self
         run.visited.clear()
         run.replaced.clear()
-        if not run.started or (run.awaited is not None and run.awaited <= run.visit):
+        if not run.started or _is_due(run):
             self._turn(run)
-        if run.recorders and run.records:
-            self._recording.add(run)
+
+    @contextmanager
+    def together(self, runs: Sequence[Run]) -> Iterator[None]:
+        """Blocks execute, in this order, in all processes that have parts of the model."""
+        if self.across is None or not runs:
+            yield
+            return
+        self.across.begin(runs)
+        yield
+        for run in self.across.agree(runs):
+            self._forget(run)
+
+    def _forget(self, run: Run) -> None:
+        """Wait no more for a block that has been ended from outside."""
+        for location in [place for place, runs in self._waiting.items() if run in runs]:
+            self._waiting[location].remove(run)
+            if not self._waiting[location] and location not in self._replays:
+                del self._waiting[location]
 
     def _expect(self, location: Location) -> None:
         """Have a location handed over though no block waits for it."""
@@ -220,19 +248,22 @@ class Interleaver:
         self.order.finish_step(learned=learned)
         if learned:
             self.tapping.learn(self._runs)
+        recording = [run for run in self._runs if run.recorders]
         self._runs = ()
         self._observing = False
         self.in_step = False  # a block that catches the error and asks again is refused at once
-        for location, runs in waiting.items():
-            for run in runs:
-                run.resume(
-                    OutOfOrderError(
-                        f"'{location.label(run.visit)}' did not run in this step. "
-                        "The block asked for it, and the step ended without it."
+        ending = [run for runs in waiting.values() for run in runs]
+        with self.together(list(dict.fromkeys([*ending, *recording]))):
+            for location, runs in waiting.items():
+                for run in runs:
+                    run.resume(
+                        OutOfOrderError(
+                            f"'{location.label(run.visit)}' did not run in this step. "
+                            "The block asked for it, and the step ended without it."
+                        )
                     )
-                )
-        self._skipping.clear()
-        self._recording.clear()
+            self._skipping.clear()
+            self._recording.clear()
         self.tapping.end()
 
     @property
@@ -277,9 +308,13 @@ class Interleaver:
             event = self._event(location, value, [rows[run] for run in together], sizes, check)
             if self.tapping.again.keeping:
                 event.writes, event.before_write = [], self.tapping.again.spare
-            self._serving.serve(together, location, event, rows)
-            for span, error in event.flush():
-                _fail([run for run in together if rows[run] == span], error)
+            with self.together(together):
+                if event.refused is not None:
+                    self._resume(together, event.refused)
+                else:
+                    self._serving.serve(together, location, event, rows)
+                for span, error in event.flush():
+                    _fail([run for run in together if rows[run] == span], error)
             self.tapping.again.keep(location, event)
             value = event.result()
         return value
@@ -295,10 +330,11 @@ class Interleaver:
         sizes: Sequence[int],
         check: Check | None = None,
     ) -> Event:
+        make = Event if self.across is None else partial(self.across.event, location)
         if location.within is None:
-            return Event(value, sizes, spans, check)
+            return make(value, sizes, spans, check)
         sources = self.sources
-        return Event(value, sizes, spans, check, sources.is_models, sources.is_whole)
+        return make(value, sizes, spans, check, sources.is_models, sources.is_whole)
 
     def enter(self, path: str, call: Any) -> Any:
         """Offer what a module is called with, ``(args, kwargs)``, to the blocks that wait.
@@ -328,7 +364,21 @@ class Interleaver:
             if self._skipping
             else ()
         )
+        if self.across is not None:
+            value, refused = self._whole(location, value, runs)
+            if refused is not None:
+                _fail(runs, refused)
+                return
         self._recording.keep(location, value, self._rows, self._sizes, hidden)
+
+    def _whole(
+        self, location: Location, value: Any, runs: Sequence[Run]
+    ) -> tuple[Any, Exception | None]:
+        assert self.across is not None
+        if location not in self._recording.locations:
+            return value, None
+        spans = [self._rows[run] for run in runs]
+        return self.across.whole(location, value, self._sizes, spans)
 
     def _seeing(self, location: Location, runs: list[Run], rows: Mapping[Run, Rows]) -> list[Run]:
         """Of the blocks that wait, those whose request does not skip what is around."""
@@ -446,7 +496,12 @@ class Interleaver:
 
     def refuse(self, location: Location, error: Exception) -> None:
         """Raise an error in the blocks that wait for a location."""
-        for run in self._waiting.pop(location, ()):
+        runs = self._waiting.pop(location, [])
+        with self.together(runs):
+            self._resume(runs, error)
+
+    def _resume(self, runs: Sequence[Run], error: Exception) -> None:
+        for run in runs:
             run.resume(error)
             self.after(run)
 
@@ -465,6 +520,11 @@ class Interleaver:
             yield
         finally:
             order.charting, self._observing = before
+
+
+def _is_due(run: Run) -> bool:
+    """Whether the step that a block waits for has begun."""
+    return run.awaited is not None and run.awaited <= run.visit
 
 
 def _fail(runs: Sequence[Run], error: Exception) -> None:

@@ -91,7 +91,10 @@ def open_cache(run: Run, tree: Tree, modules: Any, wanted: dict[str, Any]) -> Ca
         )
     paths = _paths(tree, modules)
     cache = Cache({}, _aliases(tree, paths))
-    run.recorders.append(Recorder(cache, Wanted(tuple(paths), **wanted), run.snapshots))
+    recorder = Recorder(cache, Wanted(tuple(paths), **wanted), run.snapshots)
+    # of several processes, each would see at another time that nobody holds it
+    recorder.stays_open = interleaver.across is not None
+    run.recorders.append(recorder)
     return cache
 
 
@@ -145,11 +148,12 @@ class Recorder:
         cache._follow(unseen)
         self._cache, self._unseen = weakref.ref(cache), weakref.ref(unseen)
         self.wanted, self.snapshots = wanted, snapshots
+        self.stays_open = False
 
     @property
     def open(self) -> bool:
-        """Whether somebody holds the cache."""
-        return self._cache() is not None
+        """Whether somebody holds the cache, or it is taken to be held."""
+        return self.stays_open or self._cache() is not None
 
     def expect(self, share: Share) -> None:
         """Take part in what a sheet is going to keep."""

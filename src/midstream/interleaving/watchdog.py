@@ -22,7 +22,8 @@ import sys
 import threading
 import time
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -155,6 +156,29 @@ class Clock:
                 "them."
             )
         return None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """What a block begins here is not interrupted: other processes take part in it.
+
+        Called while the block executes. Its time goes on, and is looked at afterwards.
+
+        Raises:
+            TimeUp: it has been interrupted, and is to end.
+        """
+        run, self.run = self.run, None
+        if self.fired:
+            try:
+                self.disarm()
+            except TimeUp:
+                self.disarm()
+        if run is not None and run.overrun is not None:
+            run.interrupted = False
+            raise exception_of(run)
+        try:
+            yield
+        finally:
+            self.run = run
 
     def check(self) -> bool:
         """Called by the watchdog: interrupt the block if it is time; whether one executes."""

@@ -136,9 +136,11 @@ class BlockHost:
         if not self._admitted:
             return []
         closed = [self._admitted.pop(i) for i in sorted(request_ids) if i in self._admitted]
+        with self.interleaver.together(_going_on(closed)):
+            waits = [admitted.close() for admitted in closed]
         records: list[Record] = []
-        for admitted in closed:
-            if admitted.close():
+        for admitted, waiting in zip(closed, waits, strict=True):
+            if waiting:
                 self._parked[admitted.request_id] = admitted
                 self._to_tell.append(admitted.request_id)
             else:
@@ -162,8 +164,9 @@ class BlockHost:
         found = [
             (self._parked.pop(i), result) for i, result in results.items() if i in self._parked
         ]
-        for admitted, result in found:
-            admitted.give_result(result)
+        with self.interleaver.together(_going_on([admitted for admitted, _ in found])):
+            for admitted, result in found:
+                admitted.give_result(result)
         return [record for admitted, _ in found for record in admitted.unsent()]
 
     def have_any_of(self, request_ids: Iterable[str]) -> bool:
@@ -209,3 +212,8 @@ class BlockHost:
                 "captured on another model?"
             )
         return node
+
+
+def _going_on(requests: Iterable[HostedRequest]) -> list[Run]:
+    """Runs of blocks that have not ended."""
+    return [block.run for each in requests for block in each.blocks if not block.run.done]
