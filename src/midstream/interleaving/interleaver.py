@@ -308,16 +308,24 @@ class Interleaver:
             event = self._event(location, value, [rows[run] for run in together], sizes, check)
             if self.tapping.again.keeping:
                 event.writes, event.before_write = [], self.tapping.again.spare
-            with self.together(together):
-                if event.refused is not None:
-                    self._resume(together, event.refused)
-                else:
-                    self._serving.serve(together, location, event, rows)
-                for span, error in event.flush():
-                    _fail([run for run in together if rows[run] == span], error)
+            if self.across is None:
+                self._serve(together, location, event, rows)
+            else:
+                with self.together(together):
+                    self._serve(together, location, event, rows)
             self.tapping.again.keep(location, event)
             value = event.result()
         return value
+
+    def _serve(
+        self, runs: Sequence[Run], location: Location, event: Event, rows: Mapping[Run, Rows]
+    ) -> None:
+        if event.refused is None:
+            self._serving.serve(runs, location, event, rows)
+        else:
+            self._resume(runs, event.refused)
+        for span, error in event.flush():
+            _fail([run for run in runs if rows[run] == span], error)
 
     def _maker(self, location: Location) -> Callable[[Any, Sequence[Rows]], Event]:
         return lambda value, spans: self._event(location, value, spans, self._sizes)

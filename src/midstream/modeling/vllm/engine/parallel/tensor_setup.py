@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +13,9 @@ from midstream.interleaving.locations import Location
 from midstream.modeling.vllm.engine.parallel.tensor import TensorRanks
 from midstream.modeling.vllm.engine.parallel.tensor_group import TensorGroup
 from midstream.modeling.vllm.engine.parallel.tensor_parameters import Parameters
-from midstream.modeling.vllm.engine.parallel.tensor_survey import TOKENS, Survey
+from midstream.modeling.vllm.engine.parallel.tensor_survey import TOKENS, Survey, Watching
+
+_LOGGER = logging.getLogger(__name__)
 
 
 def join(interleaver: Interleaver, config: Any) -> TensorRanks | None:
@@ -34,29 +38,48 @@ def survey(ranks: TensorRanks, runner: Any) -> None:
     Args:
         runner: vLLM's model runner on this rank, which has loaded the model.
     """
+    heads = runner.model_config.get_total_num_kv_heads()
+    for operations in (True, False):
+        found = Survey(runner.blocks.interleaver.modules, ranks.group, heads)
+        try:
+            _run(runner, found, operations=operations)
+        except Exception as error:
+            if not operations:
+                raise
+            _LOGGER.warning("Operations inside forwards are not known: %r", error)
+        else:
+            ranks.layouts = found.layouts()
+            return
+
+
+def _run(runner: Any, found: Survey, *, operations: bool) -> None:
+    """Run one forward and the head, with all locations shown."""
     from vllm.forward_context import get_forward_context
 
-    config = runner.vllm_config
-    heads = runner.model_config.get_total_num_kv_heads()
-    found = Survey(runner.blocks.interleaver.modules, ranks.group, heads)
+    watching = Watching(runner.blocks.interleaver.modules, found.note, operations=operations)
     forward = runner.model.forward
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         get_forward_context().skip_compiled = True  # a compiled module would call no other
         found.note(Location("", "input"), (args, kwargs))
-        value = forward(*args, **kwargs)
+        run = watching.sources.call if operations else _plainly
+        value = run("", forward, args, kwargs)
         found.note(Location("", "output"), value)
         return value
 
-    found.watch()
-    try:
-        runner.model.forward = watched
-        count = min(TOKENS, config.scheduler_config.max_num_batched_tokens)
-        hidden, _ = runner._dummy_run(count, skip_attn=True, is_profile=True, randomize_inputs=True)
+    with watching.watching():
+        try:
+            runner.model.forward = watched
+            count = min(TOKENS, runner.vllm_config.scheduler_config.max_num_batched_tokens)
+            hidden, _ = runner._dummy_run(
+                count, skip_attn=True, is_profile=True, randomize_inputs=True
+            )
+        finally:
+            runner.model.__dict__.pop("forward", None)
         if hidden is not None:
             with torch.inference_mode():
                 runner.model.compute_logits(hidden)
-    finally:
-        runner.model.__dict__.pop("forward", None)
-        found.done()
-    ranks.layouts = found.layouts()
+
+
+def _plainly(path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return forward(*args, **kwargs)

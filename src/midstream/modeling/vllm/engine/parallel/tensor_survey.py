@@ -2,21 +2,25 @@
 
 What all ranks have alike is whole. Of what differs, vLLM's own linear layers and attention are
 known (`tensor_rules`), and what lies between them follows from these: the same memory under
-another name, a stretch of it, or what a module without collectives made of it in the same shape.
+another name, a stretch of it, or what a module without weights made of it in the same shape.
 What remains is not known, and no block is given it.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from midstream.interleaving.copies import Rows
+from midstream.interleaving.events import Check
+from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.locations import Location
-from midstream.interleaving.replacing import Replacing
+from midstream.interleaving.run import Run
 from midstream.interleaving.structure import flatten
 from midstream.modeling.vllm.engine.parallel.agreement import Group
 from midstream.modeling.vllm.engine.parallel.sharding import SAME, Kind, Layout
@@ -46,9 +50,53 @@ class Seen:
     kind: Kind | None = None
 
     @property
-    def place(self) -> tuple[int, tuple[int, ...], torch.Size]:
+    def place(self) -> tuple[Any, ...]:
         """Its memory, as it is looked at."""
         return self.tensor.data_ptr(), self.tensor.stride(), self.tensor.shape
+
+
+class Watching(Interleaver):
+    """Accompanies a forward without blocks: shows what is at all locations.
+
+    Args:
+        modules: the model's modules by path.
+        show: called with each location and its value.
+        operations: whether those inside forwards are locations too.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, torch.nn.Module],
+        show: Callable[[Location, Any], None],
+        *,
+        operations: bool,
+    ):
+        super().__init__(modules)
+        self._show = show
+        self._observing = self.order.learning = True
+        self.sources.wanted.update(filter(None, modules) if operations else ())
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While the forward runs; the root's own is the caller's."""
+        for path in filter(None, self._modules):
+            self.replacing.replace(path)
+        try:
+            yield
+        finally:
+            self.replacing.restore()
+
+    def hand_over(
+        self,
+        location: Location,
+        value: Any,
+        rows: Mapping[Run, Rows] | None = None,
+        sizes: Sequence[int] = (),
+        check: Check | None = None,
+    ) -> Any:
+        """Show a value, which the model goes on with."""
+        self._show(location, value)
+        return value
 
 
 class Survey:
@@ -62,41 +110,16 @@ class Survey:
 
     def __init__(self, modules: Mapping[str, torch.nn.Module], group: Group, heads: int):
         self._modules, self._group, self._heads = modules, group, heads
+        self._attention = {path for path, module in modules.items() if _fills_cache(module)}
         self._seen: dict[Location, list[Seen]] = {}
         self._counts: dict[Location, int] = {}
-        self._replacing = Replacing(modules, self._watched)
-
-    def watch(self) -> None:
-        """Have all modules show what they are called with and return, until ``done``."""
-        for path in filter(None, self._modules):  # the root's is the caller's
-            self._replacing.replace(path)
-
-    def done(self) -> None:
-        """Leave the modules as they were."""
-        self._replacing.restore()
-
-    def _watched(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        fills = _fills_cache(self._modules[path])
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            self.note(Location(path, "input"), (args, kwargs))
-            value = forward(*args, **kwargs)
-            if fills:
-                self._make_up(value)
-            self.note(Location(path, "output"), value)
-            return value
-
-        return watched
-
-    def _make_up(self, value: Any) -> None:
-        """Numbers for what attention returns: without a cache it has computed none."""
-        maker = torch.Generator().manual_seed(1 + self._group.rank)
-        for leaf in flatten(value)[0]:
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-                leaf.copy_(torch.randn(leaf.shape, generator=maker))
+        self._kinds: dict[tuple[Any, ...], Kind] = {}
+        self._sources: dict[int, list[Seen]] = {}
 
     def note(self, location: Location, value: Any) -> None:
         """Keep what is at a location, the first time."""
+        if location.path in self._attention and location.side == "output":
+            self._make_up(value)
         if location in self._seen:
             return
         leaves = flatten(value)[0]
@@ -106,6 +129,13 @@ class Survey:
             Seen(location, index, number, leaf, _digest(leaf))
             for number, (index, leaf) in enumerate(tensors)
         ]
+
+    def _make_up(self, value: Any) -> None:
+        """Numbers for what attention returns: without a cache it has computed none."""
+        maker = torch.Generator().manual_seed(1 + self._group.rank)
+        for leaf in flatten(value)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                leaf.copy_(torch.randn(leaf.shape, generator=maker))
 
     def layouts(self) -> Layouts:
         """What follows from it, once the forward has run on all ranks."""
@@ -128,18 +158,25 @@ class Survey:
                 each.kind = SAME
 
     def _follow(self, differing: list[Seen]) -> None:
-        for each in differing:
-            each.kind = self._by_rule(each)
-        while True:
-            known = [each for each in differing if each.kind is not None]
+        """Rules first; then what follows from what is known, as long as anything does."""
+        found = [each for each in differing if self._know(each, self._by_rule(each))]
+        while found:
             unknown = [each for each in differing if each.kind is None]
-            found = [(each, kind) for each in unknown if (kind := self._derived(each, known))]
-            for each, kind in found:
-                each.kind = kind
-            if not found:
-                return
+            found = [each for each in unknown if self._know(each, self._derived(each))]
+
+    def _know(self, each: Seen, kind: Kind | None) -> bool:
+        each.kind = kind
+        if kind is None:
+            return False
+        self._kinds.setdefault(each.place, kind)
+        if isinstance(kind, Layout) and kind.axis == -1 and each.tensor.dim() == 2:
+            memory = each.tensor.untyped_storage().data_ptr()
+            self._sources.setdefault(memory, []).append(each)
+        return True
 
     def _by_rule(self, each: Seen) -> Kind | None:
+        if each.location.within is not None:
+            return None
         for rule in self._rules(each.location.path):
             if rule.side == each.location.side:
                 kind: Kind | None = rule.of(each.number, each.tensor)
@@ -152,19 +189,18 @@ class Survey:
         parent = self._modules.get(path.rpartition(".")[0])
         return rules(self._modules[path], parent, self._group.size, self._heads)
 
-    def _derived(self, each: Seen, known: Sequence[Seen]) -> Kind | None:
-        for other in known:
-            if other.place == each.place:
-                return other.kind
-        for other in known:
+    def _derived(self, each: Seen) -> Kind | None:
+        if each.place in self._kinds:
+            return self._kinds[each.place]
+        for other in self._sources.get(each.tensor.untyped_storage().data_ptr(), ()):
             if (kind := _stretch(each.tensor, other)) is not None:
                 return kind
-        return self._made(each)
+        return self._made(each) if each.location.within is None else None
 
     def _made(self, each: Seen) -> Kind | None:
-        """What a module without parts of its own made, of what it was called with."""
+        """What a module without weights to multiply by made, of what it was called with."""
         path, side, _ = each.location
-        if side != "output" or next(self._modules[path].children(), None) is not None:
+        if side != "output" or _mixes(self._modules[path]):
             return None
         inputs = self._seen.get(Location(path, "input"), [])
         given = [one for one in inputs if isinstance(one.kind, Layout)]
@@ -185,11 +221,17 @@ def _fills_cache(module: torch.nn.Module) -> bool:
     return isinstance(module, AttentionLayerBase)
 
 
+def _mixes(module: torch.nn.Module) -> bool:
+    """Whether what a module returns may be mixed from all of a row it is called with."""
+    has_parts = next(module.children(), None) is not None
+    return has_parts or any(weight.dim() > 1 for weight in module.parameters(recurse=False))
+
+
 def _digest(tensor: torch.Tensor) -> int:
-    held = tensor.detach().cpu().contiguous()
-    if tensor.is_floating_point() and (not held.numel() or bool((held == held.view(-1)[0]).all())):
+    held = tensor.detach().cpu().contiguous().view(-1)
+    if tensor.is_floating_point() and (not held.numel() or bool((held == held[0]).all())):
         return 0
-    return zlib.crc32(held.view(-1).view(torch.uint8).numpy().tobytes()) | 1 << 32
+    return zlib.crc32(held.view(torch.uint8).numpy().tobytes()) | 1 << 32
 
 
 def _in_heads(rule: Rule, each: Seen) -> Kind | None:
@@ -202,24 +244,18 @@ def _in_heads(rule: Rule, each: Seen) -> Kind | None:
 def _stretch(tensor: torch.Tensor, other: Seen) -> Layout | None:
     """The layout of a view into some columns of a tensor, perhaps split into heads."""
     kind, source = other.kind, other.tensor
-    if not isinstance(kind, Layout) or kind.axis != -1 or source.dim() != 2:
+    if not isinstance(kind, Layout) or tensor.dim() not in (2, 3) or len(tensor) != len(source):
         return None
-    if tensor.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
-        return None
-    width = tensor[0].numel() if tensor.dim() > 1 and len(tensor) == len(source) else 0
     start = int(tensor.storage_offset()) - int(source.storage_offset())
-    if not width or tensor.stride(0) != source.stride(0) or not _is_dense(tensor[0]):
+    width = tensor[0].numel()
+    if tensor.stride(0) != source.stride(0) or not tensor[0].is_contiguous():
         return None
-    if start < 0 or start + width > source.shape[1]:
+    if tensor.dtype != source.dtype or start < 0 or start + width > source.shape[1]:
         return None
     found = kind.between(start, start + width)
     if found is None or tensor.dim() == 2:
         return found
-    return found.in_heads(tensor.shape[-1]) if tensor.dim() == 3 else None
-
-
-def _is_dense(row: torch.Tensor) -> bool:
-    return row.is_contiguous()
+    return found.in_heads(tensor.shape[-1])
 
 
 def _half(given: Sequence[Seen], tensor: torch.Tensor) -> Layout | None:
