@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tests.modeling.vllm import test_writes as writes
+from tests.support.checkpoints import A
 from tests.support.compare import assert_close
 from tests.support.oracle import Change, Oracle
 

@@ -209,7 +209,7 @@ def test_neurons_and_their_inputs(two: Any, hf: Oracle) -> None:
         down.input = down.input.index_fill(1, neurons, 0.0)
 
     def inside(model: Any, tracer: Any) -> None:
-        model.get(LAYER).mlp.source.self_act_fn_0.output[:, neurons] = 0
+        model.get(LAYER).mlp.source.maybe_fused_act_quant_0.output[:, neurons] = 0
 
     change = edit_module(
         f"{LAYER}.mlp.down_proj", lambda rows: rows.index_fill(1, neurons, 0.0), "input"
@@ -239,7 +239,7 @@ def test_a_skipped_piece(two: Any, hf: Oracle) -> None:
 
 def test_a_wrong_shape_is_refused(two: Any) -> None:
     """A replacement as large as one rank's piece is refused with both shapes (O6)."""
-    with pytest.raises(InterventionError, match=r"assigned \[5, 128\].*goes on with \[5, 256\]"):
+    with pytest.raises(InterventionError, match=r"was assigned \[5, 128\], but .* is \[5, 256\]"):
         with two.trace(A, **GREEDY):
             two.get(LAYER).self_attn.o_proj.input = torch.zeros(5, 128)
 

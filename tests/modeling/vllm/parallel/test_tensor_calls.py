@@ -26,8 +26,8 @@ def test_modules_called_by_a_block(two: Any, hf: Oracle) -> None:
     right = hf.reads(C, layers=[1])
     with two.trace(C, **GREEDY):
         layer = two.get(LAYER)
-        fused = layer.self_attn.qkv_proj.output[0].clone()
         again = layer.self_attn.qkv_proj(layer.self_attn.qkv_proj.input)[0].save()
+        fused = layer.self_attn.qkv_proj.output[0].clone()
         z = layer.self_attn.o_proj.input
         projected = layer.self_attn.o_proj(z)[0].save()
         both = layer.mlp.gate_up_proj.output[0]

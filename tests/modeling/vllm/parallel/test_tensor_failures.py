@@ -104,7 +104,7 @@ FAILURES: dict[str, tuple[Callable[[Any], None], str]] = {
     "ends early on one": (ends_early_on_one, "went different ways"),
     "calls on one": (calls_on_one, "On another rank this block"),
     "calls others": (calls_others, "On another rank this block"),
-    "asks for one": (asks_for_one, "On another rank this block"),
+    "asks for one": (asks_for_one, "went different ways"),
     "loops": (loops, "block_timeout=1.5"),
     "loops on one": (loops_on_one, "block_timeout"),
     "loops with calls": (loops_with_calls, "block_timeout"),

@@ -70,7 +70,7 @@ def test_edits_stored_objects_and_sessions(two: Any, hf: Oracle) -> None:
     try:
         with two.session():
             with two.trace(A, **GREEDY):
-                rows = two.get(LAYER).mlp.down_proj.input.clone()
+                rows = two.get(LAYER).mlp.down_proj.input.clone().save()
                 logits = two.logits.save()
             with two.trace(A, edits=[], **GREEDY):
                 down = two.get(LAYER).mlp.down_proj

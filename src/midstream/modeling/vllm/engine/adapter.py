@@ -38,7 +38,7 @@ from midstream.modeling.vllm.engine.host import BlockHost, Progress
 from midstream.modeling.vllm.engine.indices import index_limit
 from midstream.modeling.vllm.engine.kernels import EagerKernels
 from midstream.modeling.vllm.engine.parallel.tensor import TensorRanks
-from midstream.modeling.vllm.engine.parallel.tensor_setup import join, survey
+from midstream.modeling.vllm.engine.parallel.tensor_setup import join, patience, survey
 from midstream.modeling.vllm.engine.statistics import Statistics
 from midstream.modeling.vllm.engine.tokens import TokenCheck
 from midstream.modeling.vllm.limits import Limits
@@ -83,6 +83,7 @@ class BlockRunner:
             stateful=self._stateful_layers(),
             limits=Limits(**ours.get("limits", {})),
             step_timeout=_SHARE * envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
+            patience=patience(),
         )
         self.ranks = join(self.blocks.interleaver, self.vllm_config)
         self.statistics = Statistics()

@@ -43,6 +43,8 @@ class BlockHost:
         stateful: the layers that run whoever skips them.
         limits: what a block may take.
         step_timeout: seconds that all blocks of a step may take together.
+        patience: seconds more than the limits allow, where another rank ends blocks that take too
+            long.
 
     Attributes:
         commons: what requests to come have in common.
@@ -57,9 +59,10 @@ class BlockHost:
         stateful: Iterable[Any] = (),
         limits: Limits | None = None,
         step_timeout: float = math.inf,
+        patience: float = 0.0,
     ):
         self.limits = limits or Limits()
-        self.clock = Clock(self.limits.block_timeout, step_timeout)
+        self.clock = Clock(self.limits.block_timeout + patience, step_timeout + patience)
         self.model = BlockModel(root, tokenizer, rename)
         self.tracer = BlockTracer(self.model.tree)
         always = containing(self.model.tree, {id(layer) for layer in stateful})

@@ -49,10 +49,16 @@ class Standing(NamedTuple):
     Attributes:
         failed: why; empty if it has not.
         digest: of what it waits for, and of how it has ended.
+        alone: whether it failed only because it has elsewhere.
     """
 
     failed: str
     digest: int
+    alone: bool = False
+
+
+class _LeftAloneError(MidstreamError):
+    """What a block meets where another rank's, which should be there too, is not."""
 
 
 class Agreement:
@@ -90,7 +96,7 @@ class Agreement:
         place = (self._places[run] << _CALLS) + self._counts[run]
         rows = self._join(place, digest)
         if any(row != [place, digest] for row in rows):
-            raise MidstreamError(
+            raise _LeftAloneError(
                 "On another rank this block has failed, or gone another way: it cannot call a "
                 "module that all ranks run together."
             )
@@ -106,7 +112,8 @@ class Agreement:
             The blocks that have been ended on this rank.
         """
         standings = [self._standing(run) for run in runs]
-        digest = zlib.crc32(repr([(bool(s.failed), s.digest) for s in standings]).encode())
+        alike = [(bool(each.failed), each.digest, each.alone) for each in standings]
+        digest = zlib.crc32(repr(alike).encode())
         rows = self._join(_THROUGH, digest)
         self._places, self._counts = {}, {}
         if all(row == rows[0] for row in rows):
@@ -136,14 +143,18 @@ class Agreement:
         stopped = run.stopped.keeps_token if run.stopped is not None else None
         wanted = None if run.done else run.wanted
         state = run.done, stopped, wanted, run.awaited, run.waits_for_result, self._further(run)
-        return Standing(failed, 0 if failed else zlib.crc32(repr(state).encode()))
+        digest = 0 if failed else zlib.crc32(repr(state).encode())
+        return Standing(failed, digest, isinstance(run.error, _LeftAloneError))
 
     def _settle(self, run: Run, standings: Sequence[Standing]) -> bool:
         """Let a block fail here if it has elsewhere, or stands elsewhere; whether it is ended."""
         mine = standings[self._group.rank]
-        if mine.failed or all(each == mine for each in standings):
+        error = _failed(standings)
+        if mine.failed and not (mine.alone and error is not None):
             return False
-        error = _failed(standings) or MidstreamError(_APART)
+        if all(each == mine for each in standings):
+            return False
+        error = error or MidstreamError(_APART)
         if run.done:
             run.error = error
         else:
@@ -153,7 +164,7 @@ class Agreement:
 
 def _failed(standings: Sequence[Standing]) -> MidstreamError | None:
     for rank, standing in enumerate(standings):
-        if standing.failed:
+        if standing.failed and not standing.alone:
             return MidstreamError(f"The block failed on rank {rank}: {standing.failed}")
     return None
 

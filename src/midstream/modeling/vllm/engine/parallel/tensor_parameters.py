@@ -50,7 +50,7 @@ class Parameters:
         """As vLLM's loaders mark parameters: along which axis a rank has a piece."""
         if getattr(layer, "tp_size", 1) != self._ranks or not _is_linear(layer):
             return None
-        output, inputs = (getattr(tensor, name, None) for name in ("output_dim", "input_dim"))
+        output, inputs = _axes(tensor)
         if output is not None and hasattr(layer, "org_vocab_size"):
             parts: tuple[Part, ...] | None = (Part(layer.num_embeddings_per_partition),)
             return _along(output, tensor, parts, self._ranks)
@@ -67,6 +67,25 @@ def _is_linear(layer: Any) -> bool:
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     return isinstance(layer, LinearBase | VocabParallelEmbedding)
+
+
+def _axes(tensor: torch.Tensor) -> tuple[int | None, int | None]:
+    """The axes of what a layer returns and takes, as vLLM's loaders mark them."""
+    if isinstance(tensor, _Unpacked):
+        return 0, 1
+    return getattr(tensor, "output_dim", None), getattr(tensor, "input_dim", None)
+
+
+class _Unpacked(torch.nn.Parameter):
+    """A weight as it was before the CPU's kernels put it into a form of their own."""
+
+
+def _unpacked(layer: Any) -> torch.Tensor:
+    """The weight from what the layer makes of ones: each product has one term, and is exact."""
+    width = getattr(layer, "input_size_per_partition", None) or layer.embedding_dim
+    dtype = layer.params_dtype if hasattr(layer, "params_dtype") else layer.weight.dtype
+    ones = torch.eye(int(width), dtype=dtype)
+    return _Unpacked(layer.cpu_linear(ones, layer.weight, None).t(), requires_grad=False)
 
 
 def _along(
@@ -91,10 +110,12 @@ def parameter(layer: Any, path: str, name: str) -> torch.Tensor:
     if tensor is None:
         held = ", ".join([*layer._parameters, *layer._buffers]) or "none"
         raise AttributeError(f"'{path or 'model'}' has no parameter '{name}'. It has: {held}.")
+    if not tensor.numel() and name == "weight" and hasattr(layer, "cpu_linear"):
+        return _unpacked(layer)
     if not tensor.numel():
         raise UnsupportedError(
-            f"'{path}.{name}' has been put into a form of the CPU's own kernels when it was "
-            "loaded, so it cannot be read. Load the model in float32, or read the checkpoint."
+            f"'{path}.{name}' is kept in a form of the engine's own, so it cannot be read. Read "
+            "it from the checkpoint."
         )
     found: torch.Tensor = tensor
     return found

@@ -15,7 +15,15 @@ from midstream.modeling.vllm.engine.parallel.tensor_group import TensorGroup
 from midstream.modeling.vllm.engine.parallel.tensor_parameters import Parameters
 from midstream.modeling.vllm.engine.parallel.tensor_survey import TOKENS, Survey, Watching
 
+_PATIENCE = 2.0
 _LOGGER = logging.getLogger(__name__)
+
+
+def patience() -> float:
+    """Seconds that this rank gives blocks beyond their limits: the first ends those that loop."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return _PATIENCE if get_tp_group().rank_in_group else 0.0
 
 
 def join(interleaver: Interleaver, config: Any) -> TensorRanks | None:
