@@ -48,7 +48,10 @@ class Layouts:
     def of(self, location: Location, index: int, tensor: torch.Tensor) -> Kind | None:
         """How a leaf is divided."""
         known = self._known.get(location, {}).get(index)
-        return known.kind if known is not None and known.is_like(tensor) else None
+        if known is None or known.kind is None or not known.is_like(tensor):
+            return None
+        fits = isinstance(known.kind, Same) or known.kind.fits(tensor)
+        return known.kind if fits else None
 
     def returned(self, path: str, index: int, count: int, tensor: torch.Tensor) -> Kind | None:
         """How what a module returns is divided, where a block called it."""
