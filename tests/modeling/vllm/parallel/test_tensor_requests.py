@@ -106,3 +106,19 @@ def test_no_exchange_without_a_block(two: Any) -> None:
     with two.trace(A, temperature=0.0, max_tokens=1):
         two.get(LAYER).output[0]
     assert count() - before == 2 * once
+
+
+def test_ranks_draw_the_same_tokens(two: Any, hf: Oracle) -> None:
+    """Tokens that are drawn at random, with a seed or without, are the ones both ranks go on with.
+
+    A rank with other tokens would add what belongs to them to the stream (F9).
+    """
+    for seed in (None, 3):
+        with two.trace(A, temperature=1.0, seed=seed, max_tokens=6, ignore_eos=True) as tracer:
+            streams = []
+            for _ in tracer.all():
+                streams.append(sum(two.model.layers[2].output)[-1:].clone())
+            streams.save()
+        ids = [*A, *tracer.result.outputs[0].token_ids[:-1]]
+        right = hf.reads(ids, layers=())["residual.2"][len(A) - 1 :]
+        assert_close(torch.cat(streams), right, right.roll(1, 0))
