@@ -46,7 +46,7 @@ def test_every_location_equals_huggingface(two: Any, hf: Oracle) -> None:
 
 
 def test_fused_outputs_are_in_one_gpus_order(two: Any, hf: Oracle) -> None:
-    """Queries, keys and values stand one after the other, and so do gate and up (F3)."""
+    """Queries, keys and values stand one after the other, and so do gate and up (F2, F3)."""
     with two.trace(C, **GREEDY):
         fused = two.get(LAYER).self_attn.qkv_proj.output[0].save()
         both = two.get(LAYER).mlp.gate_up_proj.output[0].save()

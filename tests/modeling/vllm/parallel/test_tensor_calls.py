@@ -50,7 +50,7 @@ def test_modules_called_by_a_block(two: Any, hf: Oracle) -> None:
 def test_whole_parameters(two: Any, llama: Any, hf: Oracle) -> None:
     """`param` gives the whole in one GPU's order, as on one rank; `.weight` this rank's piece.
 
-    (B35, F8).
+    (B35, F5, F8).
     """
 
     def block(model: Any, tracer: Any) -> dict[str, Any]:

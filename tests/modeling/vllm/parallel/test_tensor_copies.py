@@ -46,10 +46,10 @@ def test_whole_parameters_with_copies(one_key_head: Any, oracle: Callable[[str],
 
 
 def test_an_adapter(one_key_head: Any, adapter: Any, adapted: Oracle, oracle: Any) -> None:
-    """With an adapter all is as on HuggingFace with it, and without it as without (F16).
+    """With an adapter all is as on HuggingFace with it, and without it as without.
 
     They are not in one batch: vLLM's kernels for adapters on a CPU give a request that has none the
-    last one there is.
+    last one there is (F16).
     """
     from vllm.lora.request import LoRARequest
 

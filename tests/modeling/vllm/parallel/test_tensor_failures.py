@@ -114,7 +114,10 @@ FAILURES: dict[str, tuple[Callable[[Any], None], str]] = {
 
 @pytest.mark.parametrize("kind", FAILURES)
 def test_a_failure_is_one_requests(two: Any, hf: Oracle, kind: str) -> None:
-    """A block that fails, on one rank or on all, fails alone, and nothing waits for ever."""
+    """A block that fails, on one rank or on all, fails alone, and nothing waits for ever.
+
+    (F10, F12).
+    """
     failing, text = FAILURES[kind]
     right = hf.generate(A, 6, changes=[zero_mlp(1)])
 

@@ -17,7 +17,7 @@ from tests.support.oracle import Oracle, edit_module
 
 
 def test_many_requests_end_out_of_order(two: Any) -> None:
-    """Twenty-four at once, of all lengths, are each what they are alone."""
+    """Twenty-four at once, of all lengths, are each what they are alone (F17)."""
     prompts = [LONG[i * 5 :][: 3 + (i * 11) % 28] for i in range(24)]
     lengths = [1 + (i * 7) % 12 for i in range(24)]
 
@@ -49,7 +49,7 @@ def test_many_requests_end_out_of_order(two: Any) -> None:
 
 
 def test_random_numbers_agree(two: Any, llama: Any) -> None:
-    """Numbers drawn in a block are the same on both ranks, and as on one."""
+    """Numbers drawn in a block are the same on both ranks, and as on one (F9)."""
 
     def block(model: Any, tracer: Any) -> dict[str, Any]:
         rows = model.get(LAYER).mlp.act_fn.output
@@ -63,7 +63,10 @@ def test_random_numbers_agree(two: Any, llama: Any) -> None:
 
 
 def test_edits_stored_objects_and_sessions(two: Any, hf: Oracle) -> None:
-    """An installed edit, an object of the engine's and a session work on both ranks."""
+    """An installed edit, an object of the engine's and a session work on both ranks.
+
+    (C89).
+    """
     vector = two.put("vector", torch.full((256,), 2.0))
     with two.edit(name="scaled"):
         two.get(LAYER).mlp.act_fn.output[:] *= vector
