@@ -169,7 +169,8 @@ class TensorRanks:
         if is_module:
             leaves = self.layouts.pieces(path, leaves, self.group.rank)
         what = repr((path, getattr(function, "__name__", ""), describe(leaves)))
-        with run.clock.held():
+
+        def call() -> Any:
             self._agreement.meet(run, zlib.crc32(what.encode()))
             result, error = None, None
             try:
@@ -180,6 +181,16 @@ class TensorRanks:
             if 0 in self._agreement.all_say(int(error is None)):
                 raise error or MidstreamError(f"'{path}' could not be called on another rank.")
             return self._result(path, result, is_module=is_module)
+
+        return self._held(run, call)
+
+    def _held(self, run: Run, do: Callable[[], Any]) -> Any:
+        """Do something for a block that all ranks take part in: not to be left halfway."""
+        held = run.clock.hold()
+        try:
+            return do()
+        finally:
+            run.clock.release(held)
 
     def _result(self, path: str, result: Any, *, is_module: bool) -> Any:
         leaves, build = flatten(result)
@@ -210,11 +221,14 @@ class TensorRanks:
             raise MidstreamError("`param()` of an engine's module belongs into a block.")
         if kind is SAME:
             return tensor
-        with run.clock.held():
+
+        def gather() -> Any:
             self._agreement.meet(run, zlib.crc32(repr((path, name)).encode()))
-            refused, wholes = self._joined(f"model.{path}.{name}", {0: tensor}, [kind])
-            if refused is not None:
-                raise refused
+            return self._joined(f"model.{path}.{name}", {0: tensor}, [kind])
+
+        refused, wholes = self._held(run, gather)
+        if refused is not None:
+            raise refused
         whole = wholes[0][0] if wholes else self._parameters.same(path, name, tensor)
         return whole if size is None else whole[:size]
 
