@@ -37,7 +37,11 @@ TINY = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--tapped`: decode steps with blocks run as recorded forwards, as graphs do on a GPU."""
+    """`--tapped`: decode steps with blocks run as recorded forwards, as graphs do on a GPU.
+
+    `--ranks 2`: the shared engines are tensor parallel.
+    """
+    parser.addoption("--ranks", type=int, default=1, help="tensor_parallel_size of the engines")
     parser.addoption("--tapped", action="store_true", help="record steps of the shared engines")
 
 
@@ -51,7 +55,8 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     def get(name: str) -> Any:
         if name not in built:
             path = checkpoint(name, with_tokenizer=True)
-            built[name] = VLLM(str(path), dispatch=True, **TINY)
+            ranks = request.config.getoption("--ranks")
+            built[name] = VLLM(str(path), dispatch=True, tensor_parallel_size=ranks, **TINY)
             if request.config.getoption("--tapped"):
                 record_steps(built[name])
         return built[name]

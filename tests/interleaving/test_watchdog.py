@@ -404,3 +404,45 @@ print(type(run.error).__name__)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.stdout == "RecursionError\n", ran.stderr
+
+
+def test_what_is_held_is_not_interrupted() -> None:
+    """A block that does little else than what must not be left halfway ends between two of these.
+
+    Its time is looked at before each, and the error names the line.
+    """
+    clock, done = Clock(block=0.3), []
+
+    def block() -> None:
+        while True:
+            held = clock.hold()
+            time.sleep(0.1)
+            done.append(len(done))
+            clock.release(held)
+
+    run = Run(block, clock=clock)
+    began = time.monotonic()
+    run.resume()
+    assert time.monotonic() - began < 3
+    assert isinstance(run.error, LimitExceededError)
+    assert __file__ in run.error.__notes__[0]
+    assert len(done) in (3, 4)
+    assert clock.run is None
+
+
+def test_a_held_block_that_was_interrupted_before_ends() -> None:
+    """What was raised and has not arrived ends it before the next thing is begun."""
+    clock, began = Clock(block=0.2), []
+
+    def block() -> None:
+        while True:
+            for _ in range(100_000):
+                pass
+            held = clock.hold()
+            began.append(1)
+            clock.release(held)
+
+    run = Run(block, clock=clock)
+    run.resume()
+    assert isinstance(run.error, LimitExceededError)
+    assert began

@@ -377,3 +377,17 @@ def test_weights_may_become_others() -> None:
     with model.trace(X.double()):
         out = model.output.save()
     assert torch.equal(out, module(X.double()))
+
+
+def test_parameters_by_name() -> None:
+    """`param` gives a parameter or buffer itself, in a block and outside; a wrong name is told."""
+    module = drawn(MLP)
+    model = Model(module)
+    path, name = next(iter(module.named_parameters()))[0].rsplit(".", 1)
+    parameter = module.get_submodule(path).get_parameter(name)
+    assert model.get(path).param(name) is parameter
+    with model.trace(X):
+        inside = model.get(path).param(name).clone().save()
+    assert torch.equal(inside, parameter)
+    with pytest.raises(AttributeError, match=f"'{path}' has no parameter 'wait'. It has: .*{name}"):
+        model.get(path).param("wait")

@@ -86,6 +86,12 @@ CHECKPOINTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 FURTHER: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
+        "T-MQA": {
+            **_GROUPED_QUERY,
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "num_key_value_heads": 1,  # fewer than ranks: each has a copy of the keys
+        },
         "T-MIXTRAL": {
             **_GROUPED_QUERY,
             "model_type": "mixtral",

@@ -49,6 +49,7 @@ class Event:
     Attributes:
         writes: what blocks have written, in order; None if nobody keeps it.
         before_write: called with a tensor that is going to be written into.
+        refused: why no block can be served here, if none can.
         shared_since: why a tensor is one for all blocks, as the end of an error's text.
     """
 
@@ -83,6 +84,7 @@ class Event:
         self.has_items = not isinstance(value, torch.Tensor) and has_items(value)
         self.writes: list[Put] | None = None
         self.before_write: Callable[[torch.Tensor], None] | None = None
+        self.refused: Exception | None = None
 
     def axis(self, index: int) -> int | None:
         """The axis of a leaf that runs over the step's rows; None if it has none."""

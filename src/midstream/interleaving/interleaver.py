@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from greenlet import getcurrent
 
 from midstream.errors import OutOfOrderError
+from midstream.interleaving.across import Across
 from midstream.interleaving.asking import Asking
 from midstream.interleaving.copies import Rows
 from midstream.interleaving.declared import Declared
@@ -54,6 +56,8 @@ class Interleaver:
         asking: what blocks may ask for.
         around_calls: entered around each call of a module that a block makes itself.
         declared: the locations that blocks may ask for; None for all.
+        across: the processes that run the same blocks beside parts of the model; None if this one
+            has all of it.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Interleaver:
         self.declared: Declared | None = None
         self.tapping, self.asking = Tapping(self), Asking(self)
         self.serving, self.standing = Serving(self), Standing(self)
+        self.across: Across | None = None
         self.in_forward = False
         self.in_step = False
         self.starting = False  # whether blocks execute up to their first access, one by one
@@ -98,8 +103,12 @@ class Interleaver:
         self._runs = runs
         self._in_turns = any(run.turn for run in runs)
         self._paused = False  # a block that was left while it called a module does not set it back
+        begun = [run for run in runs if not run.started or _is_due(run)]
         try:
-            with NEUTRAL if all(run.plain for run in runs) else nullcontext():
+            with (
+                self.together(begun),
+                NEUTRAL if all(run.plain for run in runs) else nullcontext(),
+            ):
                 for run in runs:
                     self._begin(run)
                 for location in self.standing.locations:
@@ -107,6 +116,9 @@ class Interleaver:
         finally:
             self.starting = False
             EXCHANGE.give(None)
+        for run in runs:
+            if run.recorders and run.records:
+                self._recording.add(run)
         for location in self._replays.begin(replays):
             self._expect(location)
         self.order.learning = not self.order.known and self.wants_modules
@@ -117,11 +129,31 @@ class Interleaver:
         run.visited.clear()
         run.replaced.clear()
         run.wrote.clear()
-        enters = not run.started or (run.awaited is not None and run.awaited <= run.visit)
-        if enters and (self._in_turns or not self.standing.take(run)):
+        enters = not run.started or _is_due(run)
+        if enters and not self._stands(run):
             self._turn(run)
-        if run.recorders and run.records:
-            self._recording.add(run)
+
+    def _stands(self, run: Run) -> bool:
+        """Whether what a block would do in this step is done in its place."""
+        return self.across is None and not self._in_turns and self.standing.take(run)
+
+    @contextmanager
+    def together(self, runs: Sequence[Run]) -> Iterator[None]:
+        """Blocks execute, in this order, in all processes that have parts of the model."""
+        if self.across is None or not runs:
+            yield
+            return
+        self.across.begin(runs)
+        yield
+        for run in self.across.agree(runs):
+            self._forget(run)
+
+    def _forget(self, run: Run) -> None:
+        """Wait no more for a block that has been ended from outside."""
+        for location in [place for place, runs in self._waiting.items() if run in runs]:
+            self._waiting[location].remove(run)
+            if not self._waiting[location] and location not in self._replays:
+                del self._waiting[location]
 
     def _expect(self, location: Location) -> None:
         """Have a location handed over though no block waits for it."""
@@ -263,14 +295,17 @@ class Interleaver:
         for run in self._runs if learned else ():
             if run.habit is not None and run.visit and not run.stood:
                 run.habit.learn(run)
+        recording = [run for run in self._runs if run.recorders]
         self._runs = ()
         self._observing = False
         self.in_step = False  # a block that catches the error and asks again is refused at once
-        for location, runs in waiting.items():
-            for run in runs:
-                run.resume(OutOfOrderError(_not_run(location, run)))
-        self._skipping.clear()
-        self._recording.clear()
+        ending = [run for runs in waiting.values() for run in runs]
+        with self.together(list(dict.fromkeys([*ending, *recording]))):
+            for location, runs in waiting.items():
+                for run in runs:
+                    run.resume(OutOfOrderError(_not_run(location, run)))
+            self._skipping.clear()
+            self._recording.clear()
         self.tapping.end()
 
     @property
@@ -317,9 +352,11 @@ class Interleaver:
             event = self._event(location, value, [rows[run] for run in together], sizes, check)
             if self.tapping.again.keeping:
                 event.writes, event.before_write = [], self.tapping.again.spare
-            self.serving.serve(together, location, event, rows)
-            for span, error in event.flush():
-                _fail([run for run in together if rows[run] == span], error)
+            if self.across is None:
+                self._serve(together, location, event, rows)
+            else:
+                with self.together(together):
+                    self._serve(together, location, event, rows)
             self.tapping.again.keep(location, event)
             value = event.result()
         self.standing.gather(location, value)
@@ -329,6 +366,16 @@ class Interleaver:
         if self._limit is None or location.side != "input" or location.within is not None:
             return None
         return IndexCheck(self._modules[location.path], value, self._limit)
+
+    def _serve(
+        self, runs: Sequence[Run], location: Location, event: Event, rows: Mapping[Run, Rows]
+    ) -> None:
+        if event.refused is None:
+            self.serving.serve(runs, location, event, rows)
+        else:
+            self._resume(runs, event.refused)
+        for span, error in event.flush():
+            _fail([run for run in runs if rows[run] == span], error)
 
     def _maker(self, location: Location) -> Callable[[Any, Sequence[Rows]], Event]:
         return lambda value, spans: self._event(location, value, spans, self._sizes)
@@ -341,10 +388,11 @@ class Interleaver:
         sizes: Sequence[int],
         check: Check | None = None,
     ) -> Event:
+        make = Event if self.across is None else partial(self.across.event, location)
         if location.within is None:
-            return Event(value, sizes, spans, check)
+            return make(value, sizes, spans, check)
         sources = self.sources
-        return Event(value, sizes, spans, check, sources.is_models, sources.is_whole)
+        return make(value, sizes, spans, check, sources.is_models, sources.is_whole)
 
     def enter(self, path: str, call: Any) -> Any:
         """Offer what a module is called with, ``(args, kwargs)``, to the blocks that wait.
@@ -374,7 +422,21 @@ class Interleaver:
             if self._skipping
             else ()
         )
+        if self.across is not None:
+            value, refused = self._whole(location, value, runs)
+            if refused is not None:
+                _fail(runs, refused)
+                return
         self._recording.keep(location, value, self._rows, self._sizes, hidden)
+
+    def _whole(
+        self, location: Location, value: Any, runs: Sequence[Run]
+    ) -> tuple[Any, Exception | None]:
+        assert self.across is not None
+        if location not in self._recording.locations:
+            return value, None
+        spans = [self._rows[run] for run in runs]
+        return self.across.whole(location, value, self._sizes, spans)
 
     def _seeing(self, location: Location, runs: list[Run], rows: Mapping[Run, Rows]) -> list[Run]:
         """Of the blocks that wait, those whose request does not skip what is around."""
@@ -501,7 +563,12 @@ class Interleaver:
 
     def refuse(self, location: Location, error: Exception) -> None:
         """Raise an error in the blocks that wait for a location."""
-        for run in self._waiting.pop(location, ()):
+        runs = self._waiting.pop(location, [])
+        with self.together(runs):
+            self._resume(runs, error)
+
+    def _resume(self, runs: Sequence[Run], error: Exception) -> None:
+        for run in runs:
             run.resume(error)
             self.after(run)
 
@@ -520,6 +587,11 @@ class Interleaver:
             yield
         finally:
             order.charting, self._observing = before
+
+
+def _is_due(run: Run) -> bool:
+    """Whether the step that a block waits for has begun."""
+    return run.awaited is not None and run.awaited <= run.visit
 
 
 def _fail(runs: Sequence[Run], error: Exception) -> None:

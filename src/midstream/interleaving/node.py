@@ -163,8 +163,26 @@ class Node:
         leaves, build = flatten((args, kwargs))
         args, kwargs = build([_argument(leaf) for leaf in leaves])
         assert run.interleaver is not None
+        across = run.interleaver.across
         with run.interleaver.paused():
+            if across is not None:
+                return across.call(run, self._path, function, args, kwargs)
             return function(*args, **kwargs)
+
+    def param(self, name: str) -> torch.Tensor:
+        """A parameter or buffer of the module, whole wherever the engine has it.
+
+        ``module.weight`` is what the process that runs the block has of it: of several GPUs, its
+        piece.
+
+        Args:
+            name: what the module calls it: "weight", "bias".
+
+        Raises:
+            AttributeError: it has none of that name.
+            UnsupportedError: it is not known how it is divided among the GPUs.
+        """
+        return self._tree.parameter(self, name)
 
     def _call_served(self, args: Any, kwargs: Any) -> Any:
         """Run the module on copies of the block's own tensors, and serve what lies in it."""
@@ -268,6 +286,14 @@ class Node:
         return "\n".join([*lines, ")"])
 
 
+def _parameter(node: Node, name: str) -> torch.Tensor:
+    found = getattr(node._module, name, None)
+    if isinstance(found, torch.Tensor):
+        return found
+    held = ", ".join([*node._module._parameters, *node._module._buffers]) or "none"
+    raise AttributeError(f"'{node.path or 'the model'}' has no parameter '{name}'. It has: {held}.")
+
+
 def _argument(leaf: Any) -> Any:
     if isinstance(leaf, Node):
         return leaf._module
@@ -291,6 +317,7 @@ class Tree:
         uncallable: paths of modules that a block must not call, with the reason.
         shown: gives what users get of a module's own attribute; called with the node, the
             attribute's name and its value.
+        parameter: gives a module's whole parameter or buffer by its name.
         hint: what to write for a name that a module has not, as the end of the error's text.
         grows: whether users may attach modules.
         changes: how often its modules have become others.
@@ -302,6 +329,7 @@ class Tree:
         self.uncallable: dict[str, str] = {}
         self.shown: Callable[[Node, str, Any], Any] | None = None
         self.hint: Callable[[Node, str], str] = lambda node, name: ""
+        self.parameter: Callable[[Node, str], torch.Tensor] = _parameter
         self.grows, self.changes = False, 0
         self.root = self._build(root, "")
         for path, names in (rename or {}).items():

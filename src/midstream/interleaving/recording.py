@@ -99,7 +99,10 @@ def open_cache(run: Run, tree: Tree, modules: Any, wanted: dict[str, Any]) -> Ca
     if interleaver.declared is not None:
         asked = _declared(asked, interleaver.declared, chosen=modules is not None)
     cache = Cache({}, _aliases(tree, asked.paths))
-    run.recorders.append(Recorder(cache, asked, run.snapshots))
+    recorder = Recorder(cache, asked, run.snapshots)
+    # of several processes, each would see at another time that nobody holds it
+    recorder.stays_open = interleaver.across is not None
+    run.recorders.append(recorder)
     return cache
 
 
@@ -161,11 +164,12 @@ class Recorder:
         cache._follow(unseen)
         self._cache, self._unseen = weakref.ref(cache), weakref.ref(unseen)
         self.wanted, self.snapshots = wanted, snapshots
+        self.stays_open = False
 
     @property
     def open(self) -> bool:
-        """Whether somebody holds the cache."""
-        return self._cache() is not None
+        """Whether somebody holds the cache, or it is taken to be held."""
+        return self.stays_open or self._cache() is not None
 
     def expect(self, share: Share) -> None:
         """Take part in what a sheet is going to keep."""

@@ -156,6 +156,40 @@ class Clock:
             )
         return None
 
+    def hold(self) -> Run | None:
+        """Interrupt nothing from here on: the block begins what other processes take part in.
+
+        Called while it executes. Its time goes on, and is looked at before each of these: the
+        watchdog may never meet a block that does little else.
+
+        Returns:
+            What ``release`` is to be given.
+
+        Raises:
+            TimeUp: it has been interrupted, or has taken too long, and is to end.
+        """
+        run, self.run = self.run, None
+        if self.fired:
+            try:
+                self.disarm()
+            except TimeUp:
+                self.disarm()
+        if run is not None:
+            error = self.exceeded(run, time.monotonic() - self.started)
+            if error is not None and run.overrun is None:
+                file, line = user_line()
+                error.add_note(f'It was at File "{file}", line {line}.')
+                run.overrun = error
+            if run.overrun is not None:
+                run.interrupted = False
+                self.run = run
+                raise exception_of(run)
+        return run
+
+    def release(self, run: Run | None) -> None:
+        """The block may be interrupted again."""
+        self.run = run
+
     def check(self) -> bool:
         """Called by the watchdog: interrupt the block if it is time; whether one executes."""
         run, started = self.run, self.started

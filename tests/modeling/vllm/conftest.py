@@ -67,9 +67,9 @@ def plain_tokens(model: Any, ids: Any = (21, 22, 23), **settings: Any) -> list[i
 
 
 def live(model: Any) -> list[int]:
-    """How many blocks each worker of the engine holds."""
+    """How many blocks the workers of the engine hold: one number if it is the same for all."""
     counts: list[int] = model.vllm_entrypoint.collective_rpc("midstream_live")
-    return counts
+    return counts[:1] if len(set(counts)) == 1 else counts
 
 
 class Neighbour:

@@ -38,9 +38,9 @@ def path(monkeypatch: pytest.MonkeyPatch) -> str:
     ("argument", "value"),
     [
         ("data_parallel_size", 2),
-        ("tensor_parallel_size", 2),
         ("pipeline_parallel_size", 2),
         ("decode_context_parallel_size", 2),
+        ("prefill_context_parallel_size", 2),
         ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}),
         ("enable_batch_sharded_sampling", True),
         ("enable_sleep_mode", True),
@@ -58,10 +58,23 @@ def test_what_blocks_cannot_work_with(path: str, argument: str, value: Any) -> N
     assert isinstance(failure.value, NotImplementedError)
 
 
-@pytest.mark.parametrize("argument", ["tensor_parallel_size", "data_parallel_size"])
+@pytest.mark.parametrize("argument", ["pipeline_parallel_size", "data_parallel_size"])
 def test_sizes_of_one_are_accepted(argument: str) -> None:
     """What is refused is more than one, not the argument."""
     arguments.refuse({argument: 1, "speculative_config": None, "enable_sleep_mode": False})
+
+
+def test_two_kinds_of_parallelism_are_refused_together() -> None:
+    """A model is divided in one way."""
+    with pytest.raises(UnsupportedError, match="pipeline_parallel_size"):
+        arguments.refuse({"tensor_parallel_size": 2, "pipeline_parallel_size": 2})
+
+
+def test_tensor_parallelism_is_accepted() -> None:
+    """A model may be divided over several GPUs, which makes as many workers (F1)."""
+    arguments.refuse({"tensor_parallel_size": 4})
+    assert arguments.ranks({"tensor_parallel_size": 4}) == 4
+    assert arguments.ranks({"tensor_parallel_size": None}) == arguments.ranks({}) == 1
 
 
 @pytest.mark.parametrize(

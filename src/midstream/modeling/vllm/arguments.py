@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,13 +20,21 @@ _SCHEDULER = "midstream.modeling.vllm.engine.scheduler.BlockScheduler"
 _NOT_SAMPLING = ("lora_request", "edits", "stream_saves")
 """Settings of a request that vLLM's sampling parameters do not hold."""
 
+_ROWS = (
+    "A rank would have only some of a request's tokens, and no place where a block sees all of "
+    "them. Leave it out; tensor_parallel_size divides a model over GPUs."
+)
 _ONE_ONLY = {
-    "data_parallel_size": "Run one engine per replica, each with its own VLLM.",
-    "tensor_parallel_size": "Leave it out: blocks run on one GPU for now.",
+    "data_parallel_size": (
+        "Each replica has requests of its own, and a trace's would be spread over engines that do "
+        "not know of each other. Build one VLLM per replica, or divide one over more GPUs with "
+        "tensor_parallel_size."
+    ),
     "pipeline_parallel_size": "Leave it out: blocks run on one GPU for now.",
-    "decode_context_parallel_size": "Leave it out: blocks run on one GPU for now.",
-    "prefill_context_parallel_size": "Leave it out: blocks run on one GPU for now.",
+    "decode_context_parallel_size": _ROWS,
+    "prefill_context_parallel_size": _ROWS,
 }
+_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 _ABSENT = {
     "speculative_config": "A step would run tokens that are thrown away; leave it out.",
     "enable_batch_sharded_sampling": "Each rank would see only some requests; leave it out.",
@@ -48,11 +57,22 @@ def refuse(arguments: Mapping[str, Any]) -> None:
     for name, instead in _ONE_ONLY.items():
         if (arguments.get(name) or 1) > 1:
             raise UnsupportedError(f"{name}={arguments[name]} is not supported. {instead}")
+    if all((arguments.get(name) or 1) > 1 for name in _SIZES):
+        raise UnsupportedError(
+            "tensor_parallel_size and pipeline_parallel_size above 1 are not supported together. "
+            "Divide the model in one of the two ways."
+        )
     for name, instead in _ABSENT.items():
         if arguments.get(name):
             raise UnsupportedError(f"{name}={arguments[name]!r} is not supported. {instead}")
     if arguments.get("runner", "auto") not in ("auto", "generate") or arguments.get("task"):
         raise UnsupportedError(POOLING)
+
+
+def ranks(arguments: Mapping[str, Any]) -> int:
+    """How many workers an engine has."""
+    sizes = (arguments.get(name) or 1 for name in _SIZES)
+    return math.prod(int(size) for size in sizes)
 
 
 def check_mode(mode: str) -> None:

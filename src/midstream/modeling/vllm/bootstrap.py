@@ -26,6 +26,7 @@ _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _START = "VLLM_WORKER_MULTIPROC_METHOD"
 _PATIENCE = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
 _INVARIANT = "VLLM_BATCH_INVARIANT"
+_HASHES = "PYTHONHASHSEED"
 _BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"  # vLLM turns it on for some models, with the former
 _DECIDED_AT_IMPORT = (  # vLLM's modules that look at it when they are imported, and not again
     "vllm.lora.ops.triton_ops.utils",
@@ -150,13 +151,14 @@ def runner_variables(vllm: Installed, *, here: bool | None = None) -> dict[str, 
 
 
 def process_variables(
-    vllm: Installed, *, invariant: bool = False, here: bool | None = None
+    vllm: Installed, *, invariant: bool = False, here: bool | None = None, ranks: int = 1
 ) -> dict[str, str | None]:
     """What the engine's processes have to find in their environment when they start.
 
     Args:
         invariant: whether the engine is to use batch-invariant kernels.
         here: whether the engine runs in this process; as ``in_process`` says by default.
+        ranks: of several, each has a process of its own wherever the engine runs.
 
     Raises:
         UnsupportedError: an engine in this process was built otherwise.
@@ -165,10 +167,14 @@ def process_variables(
     here = in_process() if here is None else here
     if here:
         _fix(invariant or _is_set(_INVARIANT))
-        return {**runner_variables(vllm, here=True), **chosen}
+        if ranks == 1:
+            return {**runner_variables(vllm, here=True), **chosen}
     # a worker needs 3 s to end on a free machine; one that vLLM has to kill leaves shared memory
     patience = os.environ.get(_PATIENCE, "15")
-    variables = {_PATIENCE: patience, **runner_variables(vllm, here=False), **chosen}
+    variables = {_PATIENCE: patience, **runner_variables(vllm, here=here), **chosen}
+    if ranks > 1 and _HASHES not in os.environ:
+        # a block that goes through a set of names has to do so in one order everywhere
+        variables[_HASHES] = str(int.from_bytes(os.urandom(4)))
     if vllm.cpu:
         path = os.environ.get("PYTHONPATH", "")
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_BOOTSTRAP), path]))

@@ -66,6 +66,7 @@ def build(
     """
     make = _make_async if asynchronous else _make
     here = bootstrap.in_process() and not asynchronous
+    ranks = args.ranks(settings)
     if vllm.cpu:
         # the interpreter that runs Triton's kernels there cannot be compiled
         settings.setdefault("enforce_eager", True)
@@ -73,12 +74,13 @@ def build(
     settings["scheduler_cls"] = args.scheduler(settings.get("scheduler_cls"))
     with tempfile.TemporaryDirectory(prefix="midstream-") as folder:
         report = Path(folder) / "failures"
-        variables = bootstrap.process_variables(vllm, invariant=invariant, here=here)
+        alone = here and ranks == 1  # no other process is started
+        variables = bootstrap.process_variables(vllm, invariant=invariant, here=here, ranks=ranks)
         variables[process.CLIENT] = owner
         variables[follow.PARENT] = str(os.getpid())
-        if not here:
+        if not alone:
             variables[process.REPORT] = os.environ.get(process.REPORT, str(report))
-        with bootstrap.environment(variables), nullcontext() if here else _one_thread():
+        with bootstrap.environment(variables), nullcontext() if alone else _one_thread():
             refuse_reimport()
             try:
                 with nullcontext() if here else _no_waiting_for_the_dead():

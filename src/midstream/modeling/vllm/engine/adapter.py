@@ -39,6 +39,8 @@ from midstream.modeling.vllm.engine.graphs import Graph, TappedGraphs
 from midstream.modeling.vllm.engine.host import BlockHost, Progress
 from midstream.modeling.vllm.engine.indices import index_limit
 from midstream.modeling.vllm.engine.kernels import EagerKernels
+from midstream.modeling.vllm.engine.parallel.tensor import TensorRanks
+from midstream.modeling.vllm.engine.parallel.tensor_setup import join, patience, survey
 from midstream.modeling.vllm.engine.statistics import Statistics
 from midstream.modeling.vllm.engine.tokens import TokenCheck
 from midstream.modeling.vllm.limits import Limits
@@ -65,6 +67,7 @@ class BlockRunner:
     device: torch.device
 
     blocks: BlockHost
+    ranks: TensorRanks | None
     statistics: Statistics
     client: str
 
@@ -83,7 +86,9 @@ class BlockRunner:
             limits=Limits(**ours.get("limits", {})),
             step_timeout=_SHARE * envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
             taps=ours.get("taps", ()),
+            patience=patience(),
         )
+        self.ranks = join(self.blocks.interleaver, self.vllm_config)
         self.statistics = Statistics()
         self._kernels = EagerKernels(self.model, self.vllm_config)
         self.blocks.interleaver.around_calls = self._kernels
@@ -113,6 +118,8 @@ class BlockRunner:
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Set up the cache and the graph manager, whose dispatch then knows of active blocks."""
+        if self.ranks is not None:
+            survey(self.ranks, self)
         super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         manager = self.cudagraph_manager
         if manager is None:
@@ -153,6 +160,8 @@ class BlockRunner:
         if self.blocks.interleaver.declared is not None:
             return 0  # they are captured with vLLM's own, and counted with these
         limits = self.blocks.limits
+        if self.vllm_config.parallel_config.world_size > 1:
+            return 0
         wanted = limits.max_graphs and captures_decodes(self.vllm_config)
         return int(limits.max_graph_bytes) if wanted else 0
 
@@ -484,6 +493,8 @@ class BlockRunner:
 
     def _attach(self, output: Any) -> None:
         closed, self._closed = self._closed, []
+        if self.ranks is not None and self.ranks.group.rank:
+            closed = []  # the first rank's go home
         records = pack(closed, owner=self.client) if closed else b""
         ended, waiting = self.blocks.ended(), self.blocks.waiting()
         if records or ended or waiting:

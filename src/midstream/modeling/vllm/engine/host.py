@@ -45,6 +45,8 @@ class BlockHost:
         limits: what a block may take.
         step_timeout: seconds that all blocks of a step may take together.
         taps: the locations that blocks may ask for, see ``taps.as_data``; none for all.
+        patience: seconds more than the limits allow, where another rank ends blocks that take too
+            long.
 
     Attributes:
         commons: what requests to come have in common.
@@ -60,9 +62,10 @@ class BlockHost:
         limits: Limits | None = None,
         step_timeout: float = math.inf,
         taps: Sequence[Sequence[str | None]] = (),
+        patience: float = 0.0,
     ):
         self.limits = limits or Limits()
-        self.clock = Clock(self.limits.block_timeout, step_timeout)
+        self.clock = Clock(self.limits.block_timeout + patience, step_timeout + patience)
         self.model = BlockModel(root, tokenizer, rename)
         self.tracer = BlockTracer(self.model.tree)
         always = containing(self.model.tree, {id(layer) for layer in stateful})
@@ -140,9 +143,11 @@ class BlockHost:
         if not self._admitted:
             return []
         closed = [self._admitted.pop(i) for i in sorted(request_ids) if i in self._admitted]
+        with self.interleaver.together(_going_on(closed)):
+            waits = [admitted.close() for admitted in closed]
         records: list[Record] = []
-        for admitted in closed:
-            if admitted.close():
+        for admitted, waiting in zip(closed, waits, strict=True):
+            if waiting:
                 self._parked[admitted.request_id] = admitted
                 self._to_tell.append(admitted.request_id)
             else:
@@ -166,8 +171,9 @@ class BlockHost:
         found = [
             (self._parked.pop(i), result) for i, result in results.items() if i in self._parked
         ]
-        for admitted, result in found:
-            admitted.give_result(result)
+        with self.interleaver.together(_going_on([admitted for admitted, _ in found])):
+            for admitted, result in found:
+                admitted.give_result(result)
         return [record for admitted, _ in found for record in admitted.unsent()]
 
     def have_any_of(self, request_ids: Iterable[str]) -> bool:
@@ -213,3 +219,8 @@ class BlockHost:
                 "captured on another model?"
             )
         return node
+
+
+def _going_on(requests: Iterable[HostedRequest]) -> list[Run]:
+    """Runs of blocks that have not ended."""
+    return [block.run for each in requests for block in each.blocks if not block.run.done]

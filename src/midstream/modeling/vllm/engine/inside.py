@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
 from midstream.errors import UnsupportedError
-from midstream.interleaving.node import Tree
+from midstream.interleaving.node import Node, Tree
 from midstream.interleaving.run import current_run
 from midstream.interleaving.steps import Steps
 from midstream.modeling.vllm.engine.attributes import shown
 from midstream.modeling.vllm.engine.controls import Controls
 from midstream.modeling.vllm.engine.layers import HEAD, heads
+from midstream.modeling.vllm.engine.parallel.tensor_parameters import Parameters
+from midstream.modeling.vllm.engine.readonly import ReadOnlyTensor
 from midstream.modeling.vllm.engine.refusals import refused
 from midstream.modeling.vllm.locations import EngineModel
 
@@ -35,6 +38,7 @@ class BlockModel(EngineModel):
         self.tree.uncallable.update(dict.fromkeys(_with_attention(self.tree), _ATTENTION))
         self.tree.uncallable.update(dict.fromkeys(heads(self.tree), HEAD))
         self.tree.shown = shown
+        self.tree.parameter = partial(_whole, Parameters(self.tree.modules, 1))
         self._load_tokenizer = tokenizer
 
     @property
@@ -67,6 +71,17 @@ class BlockModel(EngineModel):
     stats = refused("stats", "Ask for them before or after the `with`.")
     dispatch = refused("dispatch", "The engine is up.")
     close = refused("close", "Close it after the `with`; `tracer.stop()` ends the request.")
+
+
+def _whole(mine: Parameters, node: Node, name: str) -> torch.Tensor:
+    """A module's whole parameter, read-only; from all ranks where each has a piece."""
+    run = current_run("`param()`")
+    assert run.interleaver is not None
+    across = run.interleaver.across
+    if across is not None:
+        return ReadOnlyTensor.of(across.parameter(run, node.path, name))
+    tensor, _, rows = mine.of(node.path, name)
+    return ReadOnlyTensor.of(tensor if rows is None else tensor[:rows])
 
 
 _ATTENTION = (
