@@ -360,6 +360,15 @@ class Interleaver:
             for path in self.order.paths(location):
                 self.replacing.replace(path)
 
+    def perform(self, run: Run, paths: Sequence[str], what: str, do: Callable[[], Any]) -> Any:
+        """Do something with modules for a block.
+
+        Args:
+            paths: of the modules.
+            what: names it, for errors.
+        """
+        return do()
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let modules run untraced, for a call that a block makes itself."""

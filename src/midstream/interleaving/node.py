@@ -163,8 +163,13 @@ class Node:
         leaves, build = flatten((args, kwargs))
         args, kwargs = build([_argument(leaf) for leaf in leaves])
         assert run.interleaver is not None
-        with run.interleaver.paused():
-            return function(*args, **kwargs)
+        paths = [self._path, *(leaf._path for leaf in leaves if isinstance(leaf, Node))]
+
+        def call() -> Any:
+            with run.interleaver.paused():
+                return function(*args, **kwargs)
+
+        return run.interleaver.perform(run, paths, f"Calling '{self._path or 'model'}'", call)
 
     def _call_served(self, args: Any, kwargs: Any) -> Any:
         """Run the module on copies of the block's own tensors, and serve what lies in it."""

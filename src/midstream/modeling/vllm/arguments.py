@@ -22,7 +22,6 @@ _NOT_SAMPLING = ("lora_request", "edits", "stream_saves")
 _ONE_ONLY = {
     "data_parallel_size": "Run one engine per replica, each with its own VLLM.",
     "tensor_parallel_size": "Leave it out: blocks run on one GPU for now.",
-    "pipeline_parallel_size": "Leave it out: blocks run on one GPU for now.",
     "decode_context_parallel_size": "Leave it out: blocks run on one GPU for now.",
     "prefill_context_parallel_size": "Leave it out: blocks run on one GPU for now.",
 }

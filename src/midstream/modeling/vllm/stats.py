@@ -45,7 +45,7 @@ class Stats:
             eager_reasons=first["reasons"],
             graphs=first["graphs"],
             block_seconds=first["seconds"],
-            live_blocks=sum(rank["blocks"] for rank in ranks),
-            live_caches=sum(rank["caches"] for rank in ranks),
+            live_blocks=max(rank["blocks"] for rank in ranks),
+            live_caches=max(rank["caches"] for rank in ranks),
             shared_segments=shared_segments,
         )

@@ -20,6 +20,7 @@ from midstream.modeling.vllm.engine.commons import Commons
 from midstream.modeling.vllm.engine.edits import InstalledEdits
 from midstream.modeling.vllm.engine.inside import BlockModel, BlockTracer, Rename
 from midstream.modeling.vllm.engine.layers import containing
+from midstream.modeling.vllm.engine.parallel.pipeline import Pipeline, staged
 from midstream.modeling.vllm.engine.requests import HostedRequest, Progress
 from midstream.modeling.vllm.engine.stored import Store
 from midstream.modeling.vllm.limits import Limits
@@ -43,9 +44,12 @@ class BlockHost:
         stateful: the layers that run whoever skips them.
         limits: what a block may take.
         step_timeout: seconds that all blocks of a step may take together.
+        pipeline: the other stages, if the model is spread over several.
 
     Attributes:
         commons: what requests to come have in common.
+        run_class: what runs a block.
+        reports: whether records of blocks leave from this worker.
     """
 
     def __init__(
@@ -57,13 +61,19 @@ class BlockHost:
         stateful: Iterable[Any] = (),
         limits: Limits | None = None,
         step_timeout: float = math.inf,
+        pipeline: Pipeline | None = None,
     ):
         self.limits = limits or Limits()
         self.clock = Clock(self.limits.block_timeout, step_timeout)
-        self.model = BlockModel(root, tokenizer, rename)
+        self.model = BlockModel(root, tokenizer, rename if pipeline is None else None)
         self.tracer = BlockTracer(self.model.tree)
         always = containing(self.model.tree, {id(layer) for layer in stateful})
-        self.interleaver = Interleaver(self.model.tree.modules, limit, always)
+        self.run_class: type[Run] = Run
+        self.reports = pipeline is None or pipeline.is_last
+        if pipeline is None:
+            self.interleaver = Interleaver(self.model.tree.modules, limit, always)
+        else:
+            self.interleaver, self.run_class = staged(pipeline, self.model, rename, limit, always)
         self.edits, self.stored, self.commons = InstalledEdits(), Store(), Commons()
         self._admitted: dict[str, HostedRequest] = {}
         self._parked: dict[str, HostedRequest] = {}
@@ -136,6 +146,10 @@ class BlockHost:
         if not self._admitted:
             return []
         closed = [self._admitted.pop(i) for i in sorted(request_ids) if i in self._admitted]
+        if not self.reports:
+            for admitted in closed:
+                admitted.drop()
+            return []
         records: list[Record] = []
         for admitted in closed:
             if admitted.close():
@@ -165,6 +179,11 @@ class BlockHost:
         for admitted, result in found:
             admitted.give_result(result)
         return [record for admitted, _ in found for record in admitted.unsent()]
+
+    def runs(self, request_ids: Iterable[str]) -> dict[str, list[Run]]:
+        """The runs of requests, in their turn."""
+        found = {i: self._admitted[i] for i in request_ids if i in self._admitted}
+        return {i: [block.run for block in admitted.blocks] for i, admitted in found.items()}
 
     def have_any_of(self, request_ids: Iterable[str]) -> bool:
         """Whether one of the requests has, or had, a block."""
