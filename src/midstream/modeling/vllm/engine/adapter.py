@@ -230,7 +230,9 @@ class BlockRunner:
             raise
         finally:
             self.model.__dict__.pop("forward", None)
-        if isinstance(output, ModelRunnerOutput) and self.blocks.reports:  # a step with nothing to run
+        if (
+            isinstance(output, ModelRunnerOutput) and self.blocks.reports
+        ):  # a step with nothing to run
             output = copy.copy(output)  # the empty one is a shared constant
             self._attach(output)
         return output

@@ -193,7 +193,10 @@ class BlockHost:
         return request_id in self._admitted
 
     def __len__(self) -> int:
-        return sum(admitted.goes_on for admitted in self._admitted.values()) + len(self._parked)
+        going_on = [admitted for admitted in self._admitted.values() if admitted.goes_on]
+        if not self.reports:  # what is done here sends no record that would tell so
+            going_on = [each for each in going_on if not all(b.is_done for b in each.blocks)]
+        return len(going_on) + len(self._parked)
 
     @property
     def live_caches(self) -> int:

@@ -66,6 +66,11 @@ class BlockWorkerMixin:
         blocks = self.model_runner.blocks
         return len(blocks) + len(blocks.commons)
 
+    def midstream_messages(self) -> int:
+        """How many messages this rank has sent to other stages of its pipeline for blocks."""
+        pipeline = self.model_runner.pipeline
+        return pipeline.sent if pipeline is not None else 0
+
     def midstream_bring(self, parts: list[tuple[int, bytes, int]]) -> None:
         """Take in what requests to come have in common, see ``Commons.bring``."""
         self.model_runner.blocks.commons.bring(parts)

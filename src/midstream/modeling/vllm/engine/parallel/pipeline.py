@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from midstream.errors import MidstreamError
+from midstream.modeling.vllm.engine.parallel.pipeline_attributes import Attributes
 from midstream.modeling.vllm.engine.parallel.pipeline_cache import give, guard, take
 from midstream.modeling.vllm.engine.parallel.pipeline_interleaver import StagedInterleaver
 from midstream.modeling.vllm.engine.parallel.pipeline_journal import Entry, Failed
@@ -73,6 +74,9 @@ class Pipeline:
         group: vLLM's group of the stages.
         device: where blocks are given what other stages read.
         timeout: seconds that a stage waits for another; then the engine has failed.
+
+    Attributes:
+        sent: how many messages this stage has sent.
     """
 
     def __init__(self, group: Any, device: torch.device, timeout: float):
@@ -80,6 +84,7 @@ class Pipeline:
         self._link = Link(group.ranks, timeout)
         self.mine, self.count = int(group.rank_in_group), int(group.world_size)
         self.is_last = self.mine == self.count - 1
+        self.sent = 0
         self._owed = 0  # messages of the last stage that have not been taken in
         self._received: dict[Any, Onward] = {}
 
@@ -93,9 +98,7 @@ class Pipeline:
     def learn(self, tree: Tree) -> Stages:
         """Find out which stage has what, and complete the tree; all stages do so at once."""
         outlines: list[Any] = [None] * self.count
-        torch.distributed.all_gather_object(
-            outlines, outline_of(tree), group=self._group.cpu_group
-        )
+        torch.distributed.all_gather_object(outlines, outline_of(tree), group=self._group.cpu_group)
         self.stages = Stages(outlines, self.mine)
         self.stages.complete(tree)
         return self.stages
@@ -128,8 +131,11 @@ class Pipeline:
     def hand_on(self, active: Active, interleaver: StagedInterleaver) -> None:
         """This stage's forward has ended; not on the last one."""
         interleaver.finish_step()
-        self._link.send(self.mine + 1, _encoded([self._onward(run, i) for i, run in _named(active)]))
+        self._link.send(
+            self.mine + 1, _encoded([self._onward(run, i) for i, run in _named(active)])
+        )
         self._owed += 1
+        self.sent += 1
         for run in _runs(active):
             run.behind = True
 
@@ -145,8 +151,11 @@ class Pipeline:
         """The step has ended on the last stage."""
         for run in _runs(active):
             run.agreed = run.agreement
+        self.sent += self.mine
         for stage in range(self.mine):
-            self._link.send(stage, _encoded([self._back(run, i, stage) for i, run in _named(active)]))
+            self._link.send(
+                stage, _encoded([self._back(run, i, stage) for i, run in _named(active)])
+            )
 
     def _back(self, run: StagedRun, request_id: str, stage: int) -> Back:
         found = self._received.get(run)
@@ -248,4 +257,5 @@ def staged(
         tree._alias(path, [names] if isinstance(names, str) else list(names))
     model.refuse_calls()
     made = StagedInterleaver(tree.modules, limit, always, found, pipeline.device)
+    tree.shown = Attributes(made)
     return made, StagedRun

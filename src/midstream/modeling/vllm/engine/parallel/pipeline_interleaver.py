@@ -92,6 +92,7 @@ class StagedInterleaver(Interleaver):
         stage = self.stages.having(paths, what)
         if stage is None:
             return do()
+        run.went = what if stage else run.went
         if stage > self.stages.mine:
             run.await_call(paths[0])
             return run.did(what)
@@ -176,7 +177,7 @@ class StagedAsking(Asking):
         refused = run.refused(location)
         if refused is not None:
             raise refused.error
-        if not run.is_ahead_of_script:
+        if run.stopped is not None or not run.is_ahead_of_script:
             return  # another stage has served it, or something else: that is seen there
         try:
             self._check_stage(run, location, check)
@@ -196,8 +197,14 @@ class StagedAsking(Asking):
             raise self._passed(run, location, stage)
 
     def _passed(self, run: StagedRun, location: Location, stage: int) -> OutOfOrderError:
-        late = f" It is on pipeline stage {stage}, and the step has come to a later one."
-        return self.out_of_order(run, location, late)
+        if run.went is None:
+            late = f" It is on pipeline stage {stage}, and the step has gone on to a later one."
+            return self.out_of_order(run, location, late)
+        return OutOfOrderError(
+            f"'{location.label(run.visit)}' is on pipeline stage {stage}, and the step has gone on "
+            f"to a later one, which the block needed before: {run.went}. Read what it needs of the "
+            "earlier stages first: values stay what they were."
+        )
 
 
 class StagedServing(Serving):

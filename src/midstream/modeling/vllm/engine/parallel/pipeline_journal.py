@@ -68,7 +68,9 @@ def _copied(value: Any, device: torch.device | None) -> Any:
     """A value whose tensors nobody else has."""
     leaves, build = flatten(value)
     with counting_edits():
-        return build([_copy(leaf, device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+        return build(
+            [_copy(leaf, device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        )
 
 
 def _copy(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:

@@ -56,6 +56,7 @@ class StagedRun(Run):
         journal: what it has met in this step, on all stages so far.
         script: what it is still to meet of what other stages have kept.
         behind: whether a later stage has more of its last step.
+        went: what it has done with modules of a later stage in this step, which took it there.
         agreed: whether it has something to do in a step, as the last stage saw it: None before
             that stage has had it, else what it records and the step it waits for.
     """
@@ -66,6 +67,7 @@ class StagedRun(Run):
         super().__init__(*args, **settings)
         self.journal: list[Entry] = []
         self.script: deque[Entry] = deque()
+        self.went: str | None = None
         self.behind, self._device = False, torch.device("cpu")
         self.agreed: tuple[bool, int | None] | None = None
         self._diverged: MidstreamError | None = None
@@ -163,6 +165,7 @@ class StagedRun(Run):
     def begin(self, entries: Iterable[Entry], device: torch.device) -> None:
         """Begin a step, in which the block has met this on the stages before."""
         self.journal.clear()
+        self.went = None
         self._device = device
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -284,6 +287,3 @@ def _standing(state: State) -> str:
     if state.wanted is not None:
         return f"'{state.wanted.name}'"
     return "the request's end" if state.waits else f"step {state.awaited}"
-
-
-

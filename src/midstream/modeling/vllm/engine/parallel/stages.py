@@ -228,6 +228,3 @@ def _outline(node: Node) -> Outline:
         {name: child.path for name, child in node._children.items()},
         embeds and not isinstance(module, ParallelLMHead),
     )
-
-
-

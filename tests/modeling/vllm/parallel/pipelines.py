@@ -1,0 +1,64 @@
+"""An engine on two pipeline stages, which tests share, and a block that uses both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from tests.conftest import TINY
+from tests.modeling.vllm.conftest import plain_tokens
+from tests.support.checkpoints import checkpoint
+
+_BUILT = pytest.StashKey[Any]()
+
+
+@contextmanager
+def pipeline(name: str = "T-LLAMA", **settings: Any) -> Iterator[Any]:
+    """An engine of two pipeline stages, a process each, on one core each."""
+    from midstream import VLLM
+
+    path = str(checkpoint(name, with_tokenizer=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        settings = {**TINY, "max_num_seqs": 32, **settings}
+        with VLLM(path, pipeline_parallel_size=2, dispatch=True, **settings) as model:
+            yield model
+
+
+@pytest.fixture(scope="session")
+def pipe(pytestconfig: pytest.Config) -> Any:
+    """T-LLAMA on two stages: layers 0 and 1 on the first, 2, 3 and the head on the second."""
+    if _BUILT not in pytestconfig.stash:
+        stack = ExitStack()
+        pytestconfig.stash[_BUILT] = stack.enter_context(pipeline(block_timeout=2.0))
+        pytestconfig.add_cleanup(stack.close)
+    return pytestconfig.stash[_BUILT]
+
+
+@pytest.fixture
+def usual(pipe: Any) -> Iterator[None]:
+    """Afterwards the engine must hold no block and generate what it did."""
+    before = plain_tokens(pipe)
+    yield
+    assert plain_tokens(pipe) == before  # also a step in which finished requests are let go
+    assert pipe.vllm_entrypoint.collective_rpc("midstream_live") == [0, 0]
+
+
+def carrying(scale: float) -> Callable[[Any, Any], Any]:
+    """A block that adds what layer 3 gave, scaled, to layer 0 in the step after."""
+
+    def block(model: Any, tracer: Any) -> dict[str, Any]:
+        carried, logits, added = None, [], []
+        for _ in tracer.iter[:]:
+            if carried is not None:
+                model.model.layers[0].output[0][:] += scale * carried
+                added.append(scale * carried)
+            carried = model.model.layers[3].mlp.output[-1:].clone()
+            logits.append(model.logits)
+        return {"logits": logits, "added": added}
+
+    return block
