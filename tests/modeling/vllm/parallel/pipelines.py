@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,8 +11,6 @@ import pytest
 from tests.conftest import TINY
 from tests.modeling.vllm.conftest import plain_tokens
 from tests.support.checkpoints import checkpoint
-
-_BUILT = pytest.StashKey[Any]()
 
 
 @contextmanager
@@ -30,17 +28,14 @@ def pipeline(name: str = "T-LLAMA", **settings: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def pipe(pytestconfig: pytest.Config) -> Any:
+def pipe() -> Iterator[Any]:
     """T-LLAMA on two stages: layers 0 and 1 on the first, 2, 3 and the head on the second."""
-    if _BUILT not in pytestconfig.stash:
-        stack = ExitStack()
-        pytestconfig.stash[_BUILT] = stack.enter_context(pipeline(block_timeout=2.0))
-        pytestconfig.add_cleanup(stack.close)
-    return pytestconfig.stash[_BUILT]
+    with pipeline(block_timeout=2.0) as model:
+        yield model
 
 
 @pytest.fixture
-def usual(pipe: Any) -> Iterator[None]:
+def pipe_as_before(pipe: Any) -> Iterator[None]:
     """Afterwards the engine must hold no block and generate what it did."""
     before = plain_tokens(pipe)
     yield

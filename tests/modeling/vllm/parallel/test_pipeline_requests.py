@@ -10,12 +10,13 @@ import torch
 
 from midstream.errors import InterventionError
 from tests.modeling.vllm.conftest import plain_tokens
-from tests.modeling.vllm.parallel.pipelines import carrying, pipe, usual  # noqa: F401
+from tests.modeling.vllm.parallel.pipelines import carrying
 from tests.support.checkpoints import A, B
 from tests.support.compare import GUARD, relative_error
 from tests.support.device import TOLERANCE
 
-pytestmark = pytest.mark.usefixtures("usual")
+pytest_plugins = ["tests.modeling.vllm.parallel.pipelines"]
+pytestmark = pytest.mark.usefixtures("pipe_as_before")
 
 ONE = {"temperature": 0.0, "max_tokens": 1}
 MANY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
@@ -65,12 +66,12 @@ def test_concurrent_requests_equal_their_solo_runs(pipe: Any) -> None:
 
 
 def raises_early(model: Any, tracer: Any) -> None:
-    model.model.layers[0].output  # noqa: B018
+    model.model.layers[0].output
     raise KeyError("early")
 
 
 def raises_late(model: Any, tracer: Any) -> None:
-    model.model.layers[3].output  # noqa: B018
+    model.model.layers[3].output
     raise KeyError("late")
 
 
@@ -84,13 +85,13 @@ def misfits_late(model: Any, tracer: Any) -> None:
 
 def raises_in_a_later_step(model: Any, tracer: Any) -> None:
     for step in tracer.iter[:]:
-        model.model.layers[0].output  # noqa: B018
+        model.model.layers[0].output
         if step == 2:
             raise KeyError("third")
 
 
 def token_outside(model: Any, tracer: Any) -> None:
-    model.model.layers[0].output  # noqa: B018
+    model.model.layers[0].output
     model.samples[:] = 4711
 
 
@@ -104,13 +105,13 @@ def endless_before(model: Any, tracer: Any) -> None:
 
 
 def endless_early(model: Any, tracer: Any) -> None:
-    model.model.layers[0].output  # noqa: B018
+    model.model.layers[0].output
     while True:
         pass
 
 
 def endless_late(model: Any, tracer: Any) -> None:
-    model.model.layers[3].output  # noqa: B018
+    model.model.layers[3].output
     while True:
         pass
 
@@ -177,9 +178,9 @@ def test_a_caught_refusal(pipe: Any) -> None:
             pipe.model.layers[0].mlp.output = torch.zeros(3)
         except ValueError as error:
             told.append(type(error).__name__)
-        pipe.model.layers[3].mlp.output  # noqa: B018
+        pipe.model.layers[3].mlp.output
         try:
-            pipe.model.layers[1].mlp.output  # noqa: B018
+            pipe.model.layers[1].mlp.output
         except RuntimeError as error:
             told.append(type(error).__name__)
         logits = pipe.logits.save()
@@ -204,7 +205,7 @@ def test_abort_beside_another(pipe: Any) -> None:
         with pipe.trace(temperature=0.0, ignore_eos=True) as tracer:
             with tracer.invoke(A, max_tokens=400):
                 for _ in tracer.iter[:]:
-                    pipe.model.layers[0].mlp.output  # noqa: B018
+                    pipe.model.layers[0].mlp.output
                     late = pipe.model.layers[3].mlp.output.save()
             with tracer.invoke(B, max_tokens=30):
                 pass
@@ -220,8 +221,8 @@ def test_blocks_that_differ_by_stage(pipe: Any) -> None:
                 here = torch.distributed.get_rank() == stage
                 for step in tracer.iter[:]:
                     layer = pipe.model.layers[int(here and step == 2)]
-                    layer.mlp.output.save()
-                    pipe.model.layers[2].mlp.output.save()
+                    layer.mlp.output
+                    pipe.model.layers[2].mlp.output
 
 
 def test_no_message_where_no_block_waits(pipe: Any) -> None:
@@ -230,5 +231,6 @@ def test_no_message_where_no_block_waits(pipe: Any) -> None:
     plain_tokens(pipe, A, max_tokens=8, ignore_eos=True)
     assert messages(pipe) == before
     with pipe.trace(A, temperature=0.0, max_tokens=8, ignore_eos=True):
-        pipe.model.layers[0].mlp.output.save()
+        read = pipe.model.layers[0].mlp.output.save()
+    assert read.shape == (5, 128)
     assert messages(pipe) == [count + 1 for count in before]

@@ -221,7 +221,7 @@ class BlockRunner:
         self.blocks.clock.begin_step()
         try:
             output = super().execute_model(*args, **kwargs)  # type: ignore[misc]
-            if self._active and not self.blocks.reports:
+            if self.pipeline is not None and self._active and not self.pipeline.is_last:
                 self.pipeline.hand_on(self._active, self.blocks.interleaver)
         except BaseException:
             self.blocks.interleaver.finish_step(learned=False)

@@ -1,1 +1,1 @@
-"""Models that are spread over several workers."""
+"""Several ranks, each with a part of the model, and the same blocks on all of them."""

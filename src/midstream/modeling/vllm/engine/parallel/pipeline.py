@@ -25,6 +25,7 @@ from midstream.modeling.vllm.engine.parallel.stages import Stages, outline_of
 
 if TYPE_CHECKING:
     from midstream.interleaving.indices import Limit
+    from midstream.interleaving.interleaver import Interleaver
     from midstream.interleaving.node import Tree
     from midstream.interleaving.run import Run
     from midstream.modeling.vllm.engine.host import BlockHost
@@ -68,7 +69,7 @@ class Back(NamedTuple):
 
 
 class Pipeline:
-    """This stage's dealings with the others.
+    """What a stage has to do with the others.
 
     Args:
         group: vLLM's group of the stages.
@@ -128,8 +129,8 @@ class Pipeline:
             if self.is_last:
                 give(run, found.recorded)
 
-    def hand_on(self, active: Active, interleaver: StagedInterleaver) -> None:
-        """This stage's forward has ended; not on the last one."""
+    def hand_on(self, active: Active, interleaver: Interleaver) -> None:
+        """The forward of this stage, which is not the last, has ended."""
         interleaver.finish_step()
         self._link.send(
             self.mine + 1, _encoded([self._onward(run, i) for i, run in _named(active)])
@@ -169,7 +170,7 @@ class Pipeline:
         """Requests are in the step that begins: take in what they met on later stages before."""
         if self.is_last or not self._owed:
             return
-        runs = [run for found in blocks.runs(request_ids).values() for run in found]
+        runs: list[Any] = [run for found in blocks.runs(request_ids).values() for run in found]
         while self._owed and (any(run.behind for run in runs) or self._owed > self._most_owed):
             self._owed -= 1
             for found in self._link.receive(self.stages.last):
@@ -229,7 +230,7 @@ def _lost(run: Run) -> MidstreamError:
 
 
 def pipeline_of(config: Any, device: torch.device) -> Pipeline | None:
-    """This worker's stage; None if the model is on one."""
+    """The stage of this worker; None if the model is on one."""
     if config.parallel_config.pipeline_parallel_size == 1:
         return None
     from vllm import envs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from midstream.errors import LimitExceededError, UnsupportedError
 from midstream.interleaving.caches import Unread, Values

@@ -158,7 +158,7 @@ class StagedSkips(Skips):
 
 
 class StagedAsking(Asking):
-    """What a block may ask for: of this stage as ever, of later ones always, of earlier ones not."""
+    """What a block may ask for: of this stage as ever, of later ones all, of earlier none."""
 
     _interleaver: StagedInterleaver
 

@@ -74,7 +74,7 @@ def _copied(value: Any, device: torch.device | None) -> Any:
 
 
 def _copy(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    bare = tensor.detach().as_subclass(torch.Tensor)  # type: ignore[arg-type]
+    bare = tensor.detach().as_subclass(torch.Tensor)
     return bare.to(device or bare.device, copy=True)
 
 
@@ -161,9 +161,9 @@ def _travels(value: Any) -> bool:
 def portable(error: BaseException) -> BaseException:
     """An error that another process can rebuild, without what it was raised from."""
     try:
-        found = pickle.loads(pickle.dumps(error))  # noqa: S301  # of this process
+        found = pickle.loads(pickle.dumps(error))  # of this process
         if type(found) is type(error) and str(found) == str(error):
-            return found  # type: ignore[no-any-return]
+            return found
     except Exception:  # noqa: BLE001  # an exception's own code may raise anything
         pass
     return MidstreamError(f"{type(error).__name__}: {error}")
@@ -177,59 +177,73 @@ class EchoEvent(Event):
         self._axes = dict(enumerate(axes))
 
 
-class Echo:
+class Reached:
+    """What a block is served on a pipeline; in place of ``Served``, whose methods it has."""
+
+    def __init__(self, served: Served):
+        self._served, self._count = served, 0
+
+    def read(self) -> Any:
+        """See ``Served``."""
+        return self._do(self._served.read)
+
+    def write(self, value: Any, where: str, misfit: Misfit | None = None) -> None:
+        """See ``Served``."""
+        self._do(lambda: self._served.write(value, where, misfit))
+
+    def read_first(self, visit: int) -> Any:
+        """See ``Served``."""
+        return self._do(lambda: self._served.read_first(visit))
+
+    def write_first(self, value: Any, visit: int) -> None:
+        """See ``Served``."""
+        self._do(lambda: self._served.write_first(value, visit))
+
+    def _do(self, do: Callable[[], Any]) -> Any:
+        number, self._count = self._count, self._count + 1
+        return self._numbered(number, do)
+
+    def _numbered(self, number: int, do: Callable[[], Any]) -> Any:
+        raise NotImplementedError
+
+
+class Echo(Reached):
     """What a block is served of another stage; reads and writes fail where they failed there."""
 
     def __init__(self, served: Served, failed: dict[int, BaseException]):
-        self._served, self._failed, self._count = served, failed, 0
+        super().__init__(served)
+        self._failed = failed
 
-    def read(self) -> Any:
-        """See ``Served``; so for the others."""
-        return self._as_there(self._served.read)
-
-    def write(self, value: Any, where: str, misfit: Misfit | None = None) -> None:
-        self._as_there(lambda: self._served.write(value, where, misfit))
-
-    def read_first(self, visit: int) -> Any:
-        return self._as_there(lambda: self._served.read_first(visit))
-
-    def write_first(self, value: Any, visit: int) -> None:
-        self._as_there(lambda: self._served.write_first(value, visit))
-
-    def _as_there(self, do: Callable[[], Any]) -> Any:
-        number, self._count = self._count, self._count + 1
+    def _numbered(self, number: int, do: Callable[[], Any]) -> Any:
         if number in self._failed:
             raise self._failed[number]
         return do()
 
 
-class Watched:
+class Watched(Reached):
     """What a block is served of its stage's own modules, kept for the other stages."""
 
     def __init__(self, served: Served, visit: Visit):
-        self._served, self._visit, self._count = served, visit, 0
+        super().__init__(served)
+        self._visit = visit
 
     def read(self) -> Any:
-        """See ``Served``; so for the others."""
-        value = self._watch(self._served.read)
-        if not self._visit.is_kept:
-            self._visit.keep(value, self._served.event, read=True)
+        """See ``Served``."""
+        value = super().read()
+        self._keep(value)
         return value
-
-    def write(self, value: Any, where: str, misfit: Misfit | None = None) -> None:
-        self._watch(lambda: self._served.write(value, where, misfit))
 
     def read_first(self, visit: int) -> Any:
-        value = self._watch(lambda: self._served.read_first(visit))
-        if not self._visit.is_kept:
-            self._visit.keep(self._served.read(), self._served.event, read=True)
+        """See ``Served``."""
+        value = super().read_first(visit)
+        self._keep(self._served.read())
         return value
 
-    def write_first(self, value: Any, visit: int) -> None:
-        self._watch(lambda: self._served.write_first(value, visit))
+    def _keep(self, value: Any) -> None:
+        if not self._visit.is_kept:
+            self._visit.keep(value, self._served.event, read=True)
 
-    def _watch(self, do: Callable[[], Any]) -> Any:
-        number, self._count = self._count, self._count + 1
+    def _numbered(self, number: int, do: Callable[[], Any]) -> Any:
         try:
             return do()
         except Exception as error:

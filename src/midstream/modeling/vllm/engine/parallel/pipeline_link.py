@@ -32,7 +32,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> _Place | None:
         if not isinstance(value, torch.Tensor):
             return None
-        bare = value.detach().as_subclass(torch.Tensor)  # type: ignore[arg-type]
+        bare = value.detach().as_subclass(torch.Tensor)
         data = bare.cpu().contiguous().reshape(-1).view(torch.uint8)
         place = _Place(self._size, value.dtype, tuple(value.shape))
         self.tensors.append(data)
