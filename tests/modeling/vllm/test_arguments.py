@@ -39,7 +39,6 @@ def path(monkeypatch: pytest.MonkeyPatch) -> str:
     [
         ("data_parallel_size", 2),
         ("tensor_parallel_size", 2),
-        ("pipeline_parallel_size", 2),
         ("decode_context_parallel_size", 2),
         ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}),
         ("enable_batch_sharded_sampling", True),
@@ -57,6 +56,17 @@ def test_what_blocks_cannot_work_with(path: str, argument: str, value: Any) -> N
     with pytest.raises(UnsupportedError, match=argument) as failure:
         VLLM(path, **{argument: value})
     assert isinstance(failure.value, NotImplementedError)
+
+
+def test_two_kinds_of_parallelism(path: str) -> None:
+    """Tensor and pipeline parallelism together are refused, with what to set."""
+    with pytest.raises(UnsupportedError, match="together are not supported"):
+        VLLM(path, tensor_parallel_size=2, pipeline_parallel_size=2)
+
+
+def test_pipeline_stages_are_accepted() -> None:
+    """A model may lie on several pipeline stages."""
+    arguments.refuse({"pipeline_parallel_size": 2})
 
 
 @pytest.mark.parametrize("argument", ["tensor_parallel_size", "data_parallel_size"])

@@ -25,6 +25,7 @@ _ONE_ONLY = {
     "decode_context_parallel_size": "Leave it out: blocks run on one GPU for now.",
     "prefill_context_parallel_size": "Leave it out: blocks run on one GPU for now.",
 }
+_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 _ABSENT = {
     "speculative_config": "A step would run tokens that are thrown away; leave it out.",
     "enable_batch_sharded_sampling": "Each rank would see only some requests; leave it out.",
@@ -44,6 +45,11 @@ def refuse(arguments: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedError: naming the argument, why, and what to write instead.
     """
+    if all((arguments.get(name) or 1) > 1 for name in _SIZES):
+        raise UnsupportedError(
+            "tensor_parallel_size and pipeline_parallel_size above 1 together are not supported. "
+            "Set one of them."
+        )
     for name, instead in _ONE_ONLY.items():
         if (arguments.get(name) or 1) > 1:
             raise UnsupportedError(f"{name}={arguments[name]} is not supported. {instead}")

@@ -23,6 +23,7 @@ class Outline:
         module, kind: where its class is.
         shown: what it shows of itself when it is printed.
         children: paths of the modules in it, by name.
+        attributes: names that it has beside those of its class.
         embeds: whether it looks up token ids.
     """
 
@@ -30,6 +31,7 @@ class Outline:
     kind: str
     shown: str
     children: dict[str, str]
+    attributes: frozenset[str]
     embeds: bool
 
 
@@ -44,6 +46,7 @@ class _StandIn:
     """Mixed in before the class of a module of another stage; it has the module's tree only."""
 
     _shown = ""
+    _attributes: frozenset[str] = frozenset()
 
     def extra_repr(self) -> str:
         return self._shown
@@ -52,7 +55,7 @@ class _StandIn:
         try:
             return super().__getattr__(name)  # type: ignore[misc]
         except AttributeError:
-            if running() is None or name.startswith("__"):
+            if running() is None or name not in self._attributes:
                 raise
             return Missing(name)
 
@@ -195,7 +198,11 @@ def _blank(outline: Outline) -> torch.nn.Module:
     found: Any = importlib.import_module(outline.module)
     for part in outline.kind.split("."):
         found = getattr(found, part)
-    kind = type(found.__name__, (_StandIn, found), {"_shown": outline.shown})
+    kind = type(
+        found.__name__,
+        (_StandIn, found),
+        {"_shown": outline.shown, "_attributes": outline.attributes},
+    )
     module: torch.nn.Module = object.__new__(kind)
     torch.nn.Module.__init__(module)
     return module.eval()
@@ -226,5 +233,6 @@ def _outline(node: Node) -> Outline:
         type(module).__qualname__,
         module.extra_repr(),
         {name: child.path for name, child in node._children.items()},
+        frozenset((*vars(module), *module._parameters, *module._buffers)),
         embeds and not isinstance(module, ParallelLMHead),
     )
