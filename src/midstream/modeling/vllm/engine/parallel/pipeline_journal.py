@@ -20,6 +20,9 @@ from midstream.interleaving.served import Misfit, Served
 from midstream.interleaving.snapshots import Snapshots
 from midstream.interleaving.structure import PLAIN, flatten
 
+_TRAVELS = (*PLAIN, bytes, complex, torch.dtype, torch.device, torch.Size)
+"""Leaves beside tensors; other objects may hold the weights of the model, say."""
+
 
 class Entry:
     """One thing that a block met."""
@@ -141,21 +144,13 @@ def _kept(leaf: Any, *, read: bool) -> Any:
             return Form(leaf)
         with counting_edits():
             return leaf.detach().clone()
-    return leaf if isinstance(leaf, PLAIN) or _travels(leaf) else Elsewhere(type(leaf).__name__)
+    return leaf if isinstance(leaf, _TRAVELS) else Elsewhere(type(leaf).__name__)
 
 
 def _there(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, Form):
         return leaf.made(device)
     return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _travels(value: Any) -> bool:
-    try:
-        pickle.dumps(value)
-    except Exception:  # noqa: BLE001  # an object's own code may raise anything
-        return False
-    return True
 
 
 def portable(error: BaseException) -> BaseException:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,8 +122,8 @@ class Stages:
         """Whether a module lies on several stages, each of which has a part of it."""
         return path in self._spanning
 
-    def having(self, paths: Iterable[str], what: str) -> int | None:
-        """The stage that has some modules; None if this one can do without others.
+    def having(self, paths: Sequence[str], what: str) -> int | None:
+        """The stage that has some modules; None if all have them.
 
         Raises:
             UnsupportedError: no stage has all.
@@ -134,13 +134,15 @@ class Stages:
                     f"{what} is not supported with pipeline parallelism: '{path or 'model'}' lies "
                     "on several stages. Use the modules in it."
                 )
-        found = {self.of(Location(path, "output")) for path in paths if path in self._on}
-        if len(found) > 1:
+        everywhere = set(range(self.count))
+        known = [set(self._on[path]) for path in paths if path in self._on]
+        found = everywhere.intersection(*known)
+        if not found:
             raise UnsupportedError(
-                f"{what} needs modules of the pipeline stages {sorted(found)}, and no stage has "
-                "the modules of another. Use those of one stage at a time."
+                f"{what} needs modules of several pipeline stages, and no stage has the modules of "
+                "another. Use those of one stage at a time."
             )
-        return next(iter(found), None)
+        return None if found == everywhere else min(found)
 
     def refuse_spanning(self, location: Location) -> None:
         """Refuse what is no single place where a module lies on several stages.
@@ -171,8 +173,11 @@ class Stages:
         made: dict[str, torch.nn.Module] = {}
         for path, outline in modules.items():
             for name, inner in outline.children.items() if path in here else ():
+                known = here[path].children.get(name)
                 if inner not in here and inner in modules:
                     _put(tree, tree.nodes[path], name, _made(modules, inner, made), inner)
+                elif known is not None and known not in here:  # the head may be the embedding
+                    tree.nodes[path]._children[name] = tree.nodes[inner]
 
 
 def _put(tree: Tree, parent: Node, name: str, module: torch.nn.Module, path: str) -> None:
@@ -195,9 +200,12 @@ def _made(
 
 
 def _blank(outline: Outline) -> torch.nn.Module:
-    found: Any = importlib.import_module(outline.module)
-    for part in outline.kind.split("."):
-        found = getattr(found, part)
+    try:
+        found: Any = importlib.import_module(outline.module)
+        for part in outline.kind.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):  # a class that was made while the model was
+        found = type(outline.kind.rpartition(".")[2], (torch.nn.Module,), {})
     kind = type(
         found.__name__,
         (_StandIn, found),
