@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.modeling.vllm.parallel.pipelines import carrying
+from tests.modeling.vllm.parallel.blocks import carrying
 from tests.support.checkpoints import A, B, C, checkpoint
 from tests.support.compare import assert_close, relative_error
 from tests.support.device import TOLERANCE

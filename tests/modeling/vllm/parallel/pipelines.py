@@ -1,8 +1,8 @@
-"""An engine on two pipeline stages, which tests share, and a block that uses both."""
+"""An engine on two pipeline stages, which tests share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,19 +41,3 @@ def pipe_as_before(pipe: Any) -> Iterator[None]:
     yield
     assert plain_tokens(pipe) == before  # also a step in which finished requests are let go
     assert pipe.vllm_entrypoint.collective_rpc("midstream_live") == [0, 0]
-
-
-def carrying(scale: float) -> Callable[[Any, Any], Any]:
-    """A block that adds what layer 3 gave, scaled, to layer 0 in the step after."""
-
-    def block(model: Any, tracer: Any) -> dict[str, Any]:
-        carried, logits, added = None, [], []
-        for _ in tracer.iter[:]:
-            if carried is not None:
-                model.model.layers[0].output[0][:] += scale * carried
-                added.append(scale * carried)
-            carried = model.model.layers[3].mlp.output[-1:].clone()
-            logits.append(model.logits)
-        return {"logits": logits, "added": added}
-
-    return block

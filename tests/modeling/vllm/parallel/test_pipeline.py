@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from midstream.errors import InterventionError
-from tests.modeling.vllm.parallel.pipelines import carrying
+from tests.modeling.vllm.parallel.blocks import carrying
 from tests.modeling.vllm.test_reads import _assert_location, _keys, _reading
 from tests.modeling.vllm.test_writes import EDITS, VECTOR
 from tests.support.checkpoints import A, C

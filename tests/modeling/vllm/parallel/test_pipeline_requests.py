@@ -10,7 +10,7 @@ import torch
 
 from midstream.errors import InterventionError
 from tests.modeling.vllm.conftest import plain_tokens
-from tests.modeling.vllm.parallel.pipelines import carrying
+from tests.modeling.vllm.parallel.blocks import carrying
 from tests.support.checkpoints import A, B
 from tests.support.compare import GUARD, relative_error
 from tests.support.device import TOLERANCE
