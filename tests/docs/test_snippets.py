@@ -15,7 +15,13 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_CODE = [page for page in PAGES if snippets(page)]
 # arguments that leave the shared engine the right one; any other is the real constructor's
 SERVER = "http://localhost:8000"
-SHARED = {"dtype", "max_model_len", "dispatch", "kv_cache_memory_bytes"}
+SHARED = {
+    "dtype",
+    "max_model_len",
+    "dispatch",
+    "kv_cache_memory_bytes",
+    "pipeline_parallel_size",
+}  # a block is the same on several stages
 
 
 @pytest.fixture

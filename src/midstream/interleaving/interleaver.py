@@ -56,9 +56,12 @@ class Interleaver:
         asking: what blocks may ask for.
         around_calls: entered around each call of a module that a block makes itself.
         declared: the locations that blocks may ask for; None for all.
+        has_all: whether this process runs the whole forward.
         across: the processes that run the same blocks beside parts of the model; None if this one
             has all of it.
     """
+
+    has_all = True
 
     def __init__(
         self,
@@ -135,7 +138,8 @@ class Interleaver:
 
     def _stands(self, run: Run) -> bool:
         """Whether what a block would do in this step is done in its place."""
-        return self.across is None and not self._in_turns and self.standing.take(run)
+        may = self.has_all and self.across is None and not self._in_turns
+        return may and self.standing.take(run)
 
     @contextmanager
     def together(self, runs: Sequence[Run]) -> Iterator[None]:
@@ -466,6 +470,15 @@ class Interleaver:
             self.tapping.expect(location)
         elif self.in_forward and not self.order.learning and location not in ENGINE_ORDER:
             self.replacing.replace_all(self.order.paths(location))
+
+    def perform(self, run: Run, paths: Sequence[str], what: str, do: Callable[[], Any]) -> Any:
+        """Do something with modules for a block.
+
+        Args:
+            paths: of the modules.
+            what: names it, for errors.
+        """
+        return do()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

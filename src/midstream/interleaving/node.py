@@ -163,11 +163,16 @@ class Node:
         leaves, build = flatten((args, kwargs))
         args, kwargs = build([_argument(leaf) for leaf in leaves])
         assert run.interleaver is not None
-        across = run.interleaver.across
-        with run.interleaver.paused():
-            if across is not None:
-                return across.call(run, self._path, function, args, kwargs)
-            return function(*args, **kwargs)
+        paths = [self._path, *(leaf._path for leaf in leaves if isinstance(leaf, Node))]
+
+        def call() -> Any:
+            across = run.interleaver.across
+            with run.interleaver.paused():
+                if across is not None:
+                    return across.call(run, self._path, function, args, kwargs)
+                return function(*args, **kwargs)
+
+        return run.interleaver.perform(run, paths, f"Calling '{self._path or 'model'}'", call)
 
     def param(self, name: str) -> torch.Tensor:
         """A parameter or buffer of the module, whole wherever the engine has it.

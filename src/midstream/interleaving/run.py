@@ -209,6 +209,15 @@ class Run:
         """Whether the block has begun to execute."""
         return bool(self._greenlet) or self.done
 
+    @property
+    def enters(self) -> bool:
+        """Whether there is something to do for the block in the step of its request."""
+        if self.recorders and self.records:
+            return True
+        if self.done:
+            return False
+        return not self.started or (self.awaited is not None and self.awaited <= self.visit)
+
     def resume(self, error: BaseException | None = None) -> None:
         """Let the block execute until it waits again or ends.
 

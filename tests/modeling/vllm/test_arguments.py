@@ -38,7 +38,6 @@ def path(monkeypatch: pytest.MonkeyPatch) -> str:
     ("argument", "value"),
     [
         ("data_parallel_size", 2),
-        ("pipeline_parallel_size", 2),
         ("decode_context_parallel_size", 2),
         ("prefill_context_parallel_size", 2),
         ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}),
@@ -58,7 +57,14 @@ def test_what_blocks_cannot_work_with(path: str, argument: str, value: Any) -> N
     assert isinstance(failure.value, NotImplementedError)
 
 
-@pytest.mark.parametrize("argument", ["pipeline_parallel_size", "data_parallel_size"])
+def test_pipeline_stages_are_accepted() -> None:
+    """A model may lie on several pipeline stages."""
+    arguments.refuse({"pipeline_parallel_size": 2})
+
+
+@pytest.mark.parametrize(
+    "argument", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"]
+)
 def test_sizes_of_one_are_accepted(argument: str) -> None:
     """What is refused is more than one, not the argument."""
     arguments.refuse({argument: 1, "speculative_config": None, "enable_sleep_mode": False})

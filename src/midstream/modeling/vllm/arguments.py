@@ -30,7 +30,6 @@ _ONE_ONLY = {
         "not know of each other. Build one VLLM per replica, or divide one over more GPUs with "
         "tensor_parallel_size."
     ),
-    "pipeline_parallel_size": "Leave it out: blocks run on one GPU for now.",
     "decode_context_parallel_size": _ROWS,
     "prefill_context_parallel_size": _ROWS,
 }

@@ -39,6 +39,7 @@ from midstream.modeling.vllm.engine.graphs import Graph, TappedGraphs
 from midstream.modeling.vllm.engine.host import BlockHost, Progress
 from midstream.modeling.vllm.engine.indices import index_limit
 from midstream.modeling.vllm.engine.kernels import EagerKernels
+from midstream.modeling.vllm.engine.parallel.pipeline import Pipeline, pipeline_of, stages
 from midstream.modeling.vllm.engine.parallel.tensor import TensorRanks
 from midstream.modeling.vllm.engine.parallel.tensor_setup import join, patience, survey
 from midstream.modeling.vllm.engine.statistics import Statistics
@@ -68,6 +69,7 @@ class BlockRunner:
 
     blocks: BlockHost
     ranks: TensorRanks | None
+    pipeline: Pipeline | None
     statistics: Statistics
     client: str
 
@@ -76,6 +78,7 @@ class BlockRunner:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         given = self.vllm_config.additional_config
         ours = given.get(KEY, {}) if isinstance(given, dict) else {}
+        self.pipeline = pipeline_of(self.vllm_config, self.device)
         self._vocabulary = int(self.model_config.get_vocab_size())
         self.blocks = BlockHost(
             self.model,
@@ -84,9 +87,10 @@ class BlockRunner:
             limit=index_limit(self._vocabulary, int(self.model_config.max_model_len)),
             stateful=self._stateful_layers(),
             limits=Limits(**ours.get("limits", {})),
-            step_timeout=_SHARE * envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
+            step_timeout=_SHARE * envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS / stages(self.pipeline),
             taps=ours.get("taps", ()),
             patience=patience(),
+            pipeline=self.pipeline,
         )
         self.ranks = join(self.blocks.interleaver, self.vllm_config)
         self.statistics = Statistics()
@@ -265,6 +269,8 @@ class BlockRunner:
         self.blocks.clock.begin_step()
         try:
             output = super().execute_model(*args, **kwargs)  # type: ignore[misc]
+            if self.pipeline is not None and self._active and not self.pipeline.is_last:
+                self.pipeline.hand_on(self._active, self.blocks.interleaver)
         except BaseException:
             self.blocks.interleaver.finish_step(learned=False)
             if self.graphs is not None:
@@ -272,7 +278,9 @@ class BlockRunner:
             raise
         finally:
             self.model.__dict__.pop("forward", None)
-        if isinstance(output, ModelRunnerOutput):  # a step with nothing to run
+        if (
+            isinstance(output, ModelRunnerOutput) and self.blocks.reports
+        ):  # a step with nothing to run
             output = copy.copy(output)  # the empty one is a shared constant
             self._attach(output)
         return output
@@ -295,6 +303,8 @@ class BlockRunner:
             scheduler_output, dummy_run
         )
         if not dummy_run:
+            if self.pipeline is not None:
+                self.pipeline.catch_up(gathered[0].req_ids, self.blocks)
             self._active, self._replays = self.blocks.enter_step(_progress(gathered[0]))
             if self._active and self._runs_ahead:
                 self._leave_ended_requests(gathered[0])
@@ -334,9 +344,10 @@ class BlockRunner:
                     run.fail(_split(int(seen)))
         interleaver = self.blocks.interleaver
         runs = [run for runs in self._active.values() for run in runs]
-        interleaver.begin_step(
-            runs, [replay for found in self._replays.values() for replay in found]
-        )
+        with self.pipeline.begun(self._active) if self.pipeline and runs else nullcontext():
+            interleaver.begin_step(
+                runs, [replay for found in self._replays.values() for replay in found]
+            )
         self._eager = interleaver.wants_modules
         if self._eager and self.graphs is not None and all(run.visit for run in runs):
             self._guess = interleaver.tapping.guess(runs)
@@ -483,9 +494,11 @@ class BlockRunner:
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Draw the step's tokens; records of blocks that are done or closed leave with them."""
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        if output is not None:
+        if output is not None and self.blocks.reports:
             if self._active:
                 self._closed += self.blocks.finished(self._active)
+                if self.pipeline is not None:
+                    self.pipeline.hand_back(self._active)
             self._attach(getattr(output, "model_runner_output", output))
             if self.graphs is not None:
                 self.graphs.capture()

@@ -13,7 +13,7 @@ from midstream.errors import UnsupportedError
 from midstream.interleaving.node import Node
 from midstream.modeling.vllm.engine.readonly import ReadOnlyTensor
 
-_LISTING = frozenset(
+LISTING = frozenset(
     (
         "parameters",
         "named_parameters",
@@ -52,7 +52,7 @@ def shown(node: Node, name: str, value: Any) -> Any:
 def _common(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     if name in _HARMLESS:
         return method
-    if name in _LISTING:
+    if name in LISTING:
         return _giving_read_only(method)
     raise UnsupportedError(
         f"`{name}()` of a module is not supported in a block: all requests share the model, so a "

@@ -10,7 +10,6 @@ from midstream.errors import LimitExceededError
 from midstream.interleaving.notes import annotate
 from midstream.interleaving.printing import Notice
 from midstream.interleaving.replays import WriteLog
-from midstream.interleaving.run import Run
 from midstream.interleaving.snapshots import Snapshots
 from midstream.interleaving.standing import habit_of
 from midstream.modeling.dialects import advise_engine
@@ -70,7 +69,7 @@ class HostedBlock:
         self._saved: dict[str, Any] = {}
         self._appended = Appended() if stream else None
         self.recorded = self.keeps_saves = False
-        self.run = Run(
+        self.run = host.run_class(
             self._execute,
             seed=zlib.crc32(rest, common.digest),
             clock=host.clock,
@@ -115,13 +114,7 @@ class HostedBlock:
         if self.run.log is not None:
             self.run.log.first = prompt - 1 + step if step else 0
         self.run.begin_step()
-        if self.run.recorders and self.run.records:
-            return True
-        if self.run.done:
-            return False
-        return not self.run.started or (
-            self.run.awaited is not None and self.run.awaited <= self.run.visit
-        )
+        return self.run.enters
 
     @property
     def is_done(self) -> bool:

@@ -16,7 +16,8 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
 def replace_kernels(runner: Any) -> None:
     """Let a loaded runner cut to the top k and top p, and apply grammars, without Triton."""
-    runner.sampler._sample_random = _sample_random(runner.sampler._sample_random)
+    if runner.sampler is not None:  # only the last stage of a pipeline has one
+        runner.sampler._sample_random = _sample_random(runner.sampler._sample_random)
     if runner.structured_outputs_worker is not None:
         runner.structured_outputs_worker.apply_grammar_bitmask = apply_grammar
 

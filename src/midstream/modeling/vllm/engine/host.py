@@ -21,6 +21,7 @@ from midstream.modeling.vllm.engine.declared import declared
 from midstream.modeling.vllm.engine.edits import InstalledEdits
 from midstream.modeling.vllm.engine.inside import BlockModel, BlockTracer, Rename
 from midstream.modeling.vllm.engine.layers import containing
+from midstream.modeling.vllm.engine.parallel.pipeline import Pipeline, staged
 from midstream.modeling.vllm.engine.requests import HostedRequest, Progress
 from midstream.modeling.vllm.engine.stored import Store
 from midstream.modeling.vllm.limits import Limits
@@ -47,9 +48,12 @@ class BlockHost:
         taps: the locations that blocks may ask for, see ``taps.as_data``; none for all.
         patience: seconds more than the limits allow, where another rank ends blocks that take too
             long.
+        pipeline: the other stages, if the model is spread over several.
 
     Attributes:
         commons: what requests to come have in common.
+        run_class: what runs a block.
+        reports: whether records of blocks leave from this worker.
     """
 
     def __init__(
@@ -63,13 +67,19 @@ class BlockHost:
         step_timeout: float = math.inf,
         taps: Sequence[Sequence[str | None]] = (),
         patience: float = 0.0,
+        pipeline: Pipeline | None = None,
     ):
         self.limits = limits or Limits()
         self.clock = Clock(self.limits.block_timeout + patience, step_timeout + patience)
-        self.model = BlockModel(root, tokenizer, rename)
+        self.model = BlockModel(root, tokenizer, rename if pipeline is None else None)
         self.tracer = BlockTracer(self.model.tree)
         always = containing(self.model.tree, {id(layer) for layer in stateful})
-        self.interleaver = Interleaver(self.model.tree.modules, limit, always)
+        self.run_class: type[Run] = Run
+        self.reports = pipeline is None or pipeline.is_last
+        if pipeline is None:
+            self.interleaver = Interleaver(self.model.tree.modules, limit, always)
+        else:
+            self.interleaver, self.run_class = staged(pipeline, self.model, rename, limit, always)
         self.interleaver.declared = declared(self.model.tree, taps)
         self.edits, self.stored, self.commons = InstalledEdits(), Store(), Commons()
         self._admitted: dict[str, HostedRequest] = {}
@@ -143,6 +153,10 @@ class BlockHost:
         if not self._admitted:
             return []
         closed = [self._admitted.pop(i) for i in sorted(request_ids) if i in self._admitted]
+        if not self.reports:
+            for admitted in closed:
+                admitted.drop()
+            return []
         with self.interleaver.together(_going_on(closed)):
             waits = [admitted.close() for admitted in closed]
         records: list[Record] = []
@@ -176,6 +190,11 @@ class BlockHost:
                 admitted.give_result(result)
         return [record for admitted, _ in found for record in admitted.unsent()]
 
+    def runs(self, request_ids: Iterable[str]) -> dict[str, list[Run]]:
+        """The runs of requests, in their turn."""
+        found = {i: self._admitted[i] for i in request_ids if i in self._admitted}
+        return {i: [block.run for block in admitted.blocks] for i, admitted in found.items()}
+
     def have_any_of(self, request_ids: Iterable[str]) -> bool:
         """Whether one of the requests has, or had, a block."""
         return bool(self._admitted) and any(i in self._admitted for i in request_ids)
@@ -184,7 +203,10 @@ class BlockHost:
         return request_id in self._admitted
 
     def __len__(self) -> int:
-        return sum(admitted.goes_on for admitted in self._admitted.values()) + len(self._parked)
+        going_on = [admitted for admitted in self._admitted.values() if admitted.goes_on]
+        if not self.reports:  # what is done here sends no record that would tell so
+            going_on = [each for each in going_on if not all(b.is_done for b in each.blocks)]
+        return len(going_on) + len(self._parked)
 
     @property
     def live_caches(self) -> int:

@@ -35,11 +35,15 @@ class BlockModel(EngineModel):
 
     def __init__(self, root: torch.nn.Module, tokenizer: Callable[[], Any], rename: Rename | None):
         super().__init__(root, rename)
-        self.tree.uncallable.update(dict.fromkeys(_with_attention(self.tree), _ATTENTION))
-        self.tree.uncallable.update(dict.fromkeys(heads(self.tree), HEAD))
         self.tree.shown = shown
         self.tree.parameter = partial(_whole, Parameters(self.tree.modules, 1))
         self._load_tokenizer = tokenizer
+        self.refuse_calls()
+
+    def refuse_calls(self) -> None:
+        """Note which of the tree's modules no block can call."""
+        self.tree.uncallable.update(dict.fromkeys(_with_attention(self.tree), _ATTENTION))
+        self.tree.uncallable.update(dict.fromkeys(heads(self.tree), HEAD))
 
     @property
     def tokenizer(self) -> Any:

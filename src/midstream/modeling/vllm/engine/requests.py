@@ -125,6 +125,11 @@ class HostedRequest:
             block.close(may_wait=block is self._own)
         return self._own is not None and self._own.run.waits_for_result
 
+    def drop(self) -> None:
+        """End its blocks, of which another worker reports."""
+        for block in self.blocks:
+            block.run.kill()
+
     def give_result(self, result: Any) -> None:
         """Let its own block, which waits for it, have the result; None if it was aborted."""
         assert self._own is not None

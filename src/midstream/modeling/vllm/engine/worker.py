@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -33,10 +37,39 @@ class BlockWorkerMixin:
             held.pop(name, None)
         super().shutdown()  # type: ignore[misc]
 
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step's forward."""
+        with self._ending_with_its_stage():
+            return super().execute_model(*args, **kwargs)  # type: ignore[misc]
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Draw the step's tokens."""
+        with self._ending_with_its_stage():
+            return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+
+    @contextmanager
+    def _ending_with_its_stage(self) -> Iterator[None]:
+        """End the process of an earlier pipeline stage that fails.
+
+        VLLM looks at what the last stage answers only, which would wait for this one.
+        """
+        try:
+            yield
+        except Exception:
+            if self.model_runner.blocks.reports:
+                raise
+            traceback.print_exc()
+            raise SystemExit(1) from None
+
     def midstream_live(self) -> int:
         """How many blocks, and parts of blocks that have not come, this rank holds."""
         blocks = self.model_runner.blocks
         return len(blocks) + len(blocks.commons)
+
+    def midstream_messages(self) -> int:
+        """How many messages this rank has sent to other stages of its pipeline for blocks."""
+        pipeline = self.model_runner.pipeline
+        return pipeline.sent if pipeline is not None else 0
 
     def midstream_bring(self, parts: list[tuple[int, bytes, int]]) -> None:
         """Take in what requests to come have in common, see ``Commons.bring``."""
@@ -56,7 +89,12 @@ class BlockWorkerMixin:
             The blocks' records, packed, from the first rank.
         """
         records = self.model_runner.blocks.finish(results.read(data))
-        return pack(records, owner=self.model_runner.client) if self.rank == 0 else b""
+        return pack(records, owner=self.model_runner.client) if self._reports else b""
+
+    @property
+    def _reports(self) -> bool:
+        """Whether records leave from this rank: the first one of the last pipeline stage."""
+        return bool(self.model_runner.blocks.reports and get_tp_group().rank_in_group == 0)
 
     def midstream_edits(self) -> int:
         """How many edits this rank holds for later requests."""
