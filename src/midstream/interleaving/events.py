@@ -49,6 +49,7 @@ class Event:
     Attributes:
         writes: what blocks have written, in order; None if nobody keeps it.
         before_write: called with a tensor that is going to be written into.
+        copied: called with a leaf's place when rows of it have been copied for blocks.
         shared_since: why a tensor is one for all blocks, as the end of an error's text.
     """
 
@@ -83,6 +84,7 @@ class Event:
         self.has_items = not isinstance(value, torch.Tensor) and _has_items(value)
         self.writes: list[Put] | None = None
         self.before_write: Callable[[torch.Tensor], None] | None = None
+        self.copied: Callable[[int, Copies], None] | None = None
 
     def axis(self, index: int) -> int | None:
         """The axis of a leaf that runs over the step's rows; None if it has none."""
@@ -136,6 +138,8 @@ class Event:
             with counting_edits():
                 hull = cut(leaf, axis, self._low, self._high).clone()
                 copies = self._copies[index] = Copies(hull, axis, self._spans)
+            if self.copied is not None:
+                self.copied(index, copies)
         return copies.rows(rows)
 
     def bundle(self, rows: Rows) -> Bundle | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from midstream.interleaving.copies import Rows
 from midstream.interleaving.events import Check, Event
 from midstream.interleaving.indices import IndexCheck, Limit
 from midstream.interleaving.locations import ENGINE_ORDER, SKIP, Location
+from midstream.interleaving.mirroring import Mirroring
 from midstream.interleaving.neutral import NEUTRAL
 from midstream.interleaving.offers import Offer
 from midstream.interleaving.order import Order
@@ -50,6 +52,7 @@ class Interleaver:
         tapping: forwards that run as recorded ones.
         asking: what blocks may ask for.
         around_calls: entered around each call of a module that a block makes itself.
+        mirroring: is told of copies that blocks may save, if anybody is.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Interleaver:
         self.around_calls: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.tapping, self.asking = Tapping(self), Asking(self)
         self.serving = Serving(self)
+        self.mirroring: Mirroring | None = None
         self.in_forward = False
         self.in_step = False
         self.starting = False  # whether blocks execute up to their first access, one by one
@@ -89,7 +93,7 @@ class Interleaver:
         self.order.begin_step()
         self.sources.begin_step()
         self.in_step = self.starting = True
-        self._runs = runs
+        self._runs, self._recording.mirroring = runs, self.mirroring
         self._in_turns = any(run.turn for run in runs)
         self._paused = False  # a block that was left while it called a module does not set it back
         try:
@@ -257,6 +261,8 @@ class Interleaver:
         self._skipping.clear()
         self._recording.clear()
         self.tapping.end()
+        if self.mirroring is not None:
+            self.mirroring.end_step()
 
     @property
     def has_sampled(self) -> bool:
@@ -323,7 +329,10 @@ class Interleaver:
         check: Check | None = None,
     ) -> Event:
         if location.within is None:
-            return Event(value, sizes, spans, check)
+            event = Event(value, sizes, spans, check)
+            if self.mirroring is not None:
+                event.copied = partial(self.mirroring.made, location)
+            return event
         sources = self.sources
         return Event(value, sizes, spans, check, sources.is_models, sources.is_whole)
 

@@ -22,7 +22,10 @@ from midstream.interleaving.shares import Share, Sheet, Unseen
 from midstream.interleaving.snapshots import Snapshots
 
 if TYPE_CHECKING:
+    from midstream.interleaving.mirroring import Mirroring
     from midstream.interleaving.run import Run
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -157,11 +160,21 @@ class Recorder:
         if unseen is not None:
             unseen.shares.append(share)
 
-    def settle(self) -> None:
-        """Put all that was recorded into the cache, which is to leave the engine."""
+    def settle(self, *, may_travel: bool = False) -> bool:
+        """Put all that was recorded into the cache, which is to leave the engine.
+
+        Args:
+            may_travel: not if copies of all of it are sent home in another way.
+
+        Returns:
+            Whether they are.
+        """
         cache, unseen = self._cache(), self._unseen()
+        if may_travel and unseen is not None and unseen.parts():
+            return True
         if cache is not None and unseen is not None:
             unseen.settle(cache.__dict__["visits"])
+        return False
 
 
 class Member(NamedTuple):
@@ -176,10 +189,20 @@ class Batch:
 
     Args:
         members: in the order of their rows.
+        mirroring: is told of the copies.
     """
 
-    def __init__(self, members: Sequence[Member], rows: Mapping[Run, Rows], form: Form):
+    def __init__(
+        self,
+        members: Sequence[Member],
+        rows: Mapping[Run, Rows],
+        form: Form,
+        mirroring: Mirroring | None = None,
+    ):
         spans = [rows[member.run] for member in members]
+        self._mirroring = mirroring if form.device == _CPU else None
+        if self._mirroring is not None:
+            form = form._replace(stays=self._mirroring.takes_caches)
         self._sheet, self._rows, self._form = Sheet(spans, form), rows, form
         self._members: list[tuple[Member, Share]] = []
         self._counted = 0  # bytes of the largest member that its block's limit knows of
@@ -193,7 +216,10 @@ class Batch:
         """Copy the members' rows of a value."""
         if not any(member.recorder.open for member, _ in self._members):
             return
-        self._sheet.add(location, number, call)
+        kept = self._sheet.add(location, number, call)
+        if self._mirroring is not None and self._form.stays:
+            runs = frozenset(member.run for member, _ in self._members)
+            kept.send(self._mirroring, runs)
         size = self._sheet.bytes_of(self._sheet.spans.most)
         if size - self._counted > self._grain:
             self._counted = size
@@ -202,7 +228,7 @@ class Batch:
     def alone(self) -> list[Batch]:
         """The members one by one; none if it has only one."""
         members = self._members if len(self._members) > 1 else ()
-        return [Batch([member], self._rows, self._form) for member, _ in members]
+        return [Batch([member], self._rows, self._form, self._mirroring) for member, _ in members]
 
     def fail(self, error: Exception) -> None:
         """Let the members' blocks fail."""
@@ -237,10 +263,12 @@ class Recordings(dict[str, list[Group]]):
 
     Attributes:
         locations: what is recorded.
+        mirroring: is told of the copies, if anybody is.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.mirroring: Mirroring | None = None
         self.locations: set[Location] = set()
         self._groups: dict[Wanted, Group] = {}
         self._numbers = count()
@@ -320,7 +348,7 @@ class Recordings(dict[str, list[Group]]):
             self._begin_phase(rows)
         key = (*map(id, groups), frozenset(hidden))
         if key not in self._batches:
-            self._batches[key] = self._begin(list(_batches(groups, rows, hidden)))
+            self._batches[key] = self._begin(list(_batches(groups, rows, hidden, self.mirroring)))
         return self._batches[key]
 
     def _begin(self, batches: list[Batch]) -> list[Batch]:
@@ -329,7 +357,10 @@ class Recordings(dict[str, list[Group]]):
 
 
 def _batches(
-    groups: Iterable[Group], rows: Mapping[Run, Rows], hidden: Collection[Run]
+    groups: Iterable[Group],
+    rows: Mapping[Run, Rows],
+    hidden: Collection[Run],
+    mirroring: Mirroring | None,
 ) -> Iterable[Batch]:
     forms: dict[Form, list[Member]] = {}
     for group in groups:
@@ -337,7 +368,7 @@ def _batches(
         forms.setdefault(group.wanted.form, []).extend(seeing)
     for form, members in forms.items():
         for several in _together(members, rows):
-            yield Batch(several, rows, form)
+            yield Batch(several, rows, form, mirroring)
 
 
 def _together(members: list[Member], rows: Mapping[Run, Rows]) -> Iterable[list[Member]]:

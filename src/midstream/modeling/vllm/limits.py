@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 
 from midstream.errors import LimitExceededError
+from midstream.interleaving.caches import Cache
 from midstream.modeling.vllm.payloads import OnDevice
 
 GIB = 1 << 30
+_NBYTES = attrgetter("nbytes")
 _NUMBERS = frozenset((int, float, bool))
 
 
@@ -94,10 +97,10 @@ def size_of(value: Any) -> int:
     total, seen, found = 0, set(), [value]
     while found:
         item = found.pop()
-        if type(item) is torch.Tensor:  # first: there may be hundreds of thousands of rows
+        if type(item) is torch.Tensor:
             if id(item) not in seen:
                 seen.add(id(item))
-                total += item.numel() * item.element_size()
+                total += item.nbytes
             continue
         size = _plain_size(item)
         if size is not None:
@@ -105,9 +108,28 @@ def size_of(value: Any) -> int:
         elif id(item) not in seen:
             seen.add(id(item))
             size = _array_size(item)
+            total += item.unread_bytes if isinstance(item, Cache) else 0
             total += size or 0
-            found += _parts(item) if size is None else ()
+            if size is None:
+                parts = _parts(item)
+                rows = _rows_size(parts, seen)
+                total += rows or 0
+                found += parts if rows is None else ()
     return total
+
+
+def _rows_size(parts: list[Any], seen: set[int]) -> int | None:
+    """Bytes of a container's values where all are tensors, of which there may be very many.
+
+    None if there is anything else among them, or one was seen before.
+    """
+    if not parts or set(map(type, parts)) != {torch.Tensor}:
+        return None
+    ids = set(map(id, parts))
+    if len(ids) < len(parts) or not seen.isdisjoint(ids):
+        return None
+    seen |= ids
+    return int(sum(map(_NBYTES, parts)))
 
 
 def _plain_size(item: Any) -> int | None:
@@ -140,6 +162,8 @@ def _found_in(item: Any) -> list[Any]:
         return list(item)
     if isinstance(item, OnDevice):
         return [item.value]
+    if isinstance(item, Cache):
+        return [item.__dict__["visits"], item.aliases]  # what nobody has looked at stays so
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         return [getattr(item, field.name, None) for field in dataclasses.fields(item)]
     return []

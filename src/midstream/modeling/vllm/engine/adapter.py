@@ -40,8 +40,8 @@ from midstream.modeling.vllm.engine.kernels import EagerKernels
 from midstream.modeling.vllm.engine.statistics import Statistics
 from midstream.modeling.vllm.engine.tokens import TokenCheck
 from midstream.modeling.vllm.limits import Limits
+from midstream.modeling.vllm.payloads import Mirrors, pack
 from midstream.modeling.vllm.payloads import Record as BlockRecord
-from midstream.modeling.vllm.payloads import pack
 from midstream.modeling.vllm.tokenizers import tokenizer_of
 from midstream.modeling.vllm.wire import KEY
 
@@ -81,6 +81,8 @@ class BlockRunner:
             limits=Limits(**ours.get("limits", {})),
             step_timeout=_SHARE * envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
         )
+        if self.vllm_config.parallel_config.world_size == 1:  # of several, one rank sends
+            self.blocks.mirror_to(Mirrors(self.client))
         self.statistics = Statistics()
         self._kernels = EagerKernels(self.model, self.vllm_config)
         self.blocks.interleaver.around_calls = self._kernels
@@ -446,7 +448,8 @@ class BlockRunner:
 
     def _attach(self, output: Any) -> None:
         closed, self._closed = self._closed, []
-        records = pack(closed, owner=self.client) if closed else b""
+        mirrors = self.blocks.mirrors
+        records = pack(closed, owner=self.client, mirrors=mirrors) if closed else b""
         ended, waiting = self.blocks.ended(), self.blocks.waiting()
         if records or ended or waiting:
             setattr(output, KEY, (records, ended, waiting))

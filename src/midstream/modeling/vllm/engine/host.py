@@ -20,10 +20,11 @@ from midstream.modeling.vllm.engine.commons import Commons
 from midstream.modeling.vllm.engine.edits import InstalledEdits
 from midstream.modeling.vllm.engine.inside import BlockModel, BlockTracer, Rename
 from midstream.modeling.vllm.engine.layers import containing
+from midstream.modeling.vllm.engine.mirroring import Mirroring
 from midstream.modeling.vllm.engine.requests import HostedRequest, Progress
 from midstream.modeling.vllm.engine.stored import Store
 from midstream.modeling.vllm.limits import Limits
-from midstream.modeling.vllm.payloads import Record
+from midstream.modeling.vllm.payloads import Mirrors, Record
 from midstream.modeling.vllm.results import Result
 from midstream.modeling.vllm.wire import KEY, MODEL, NODE, STORED, TOKENIZER, TRACER, Payload
 
@@ -46,7 +47,10 @@ class BlockHost:
 
     Attributes:
         commons: what requests to come have in common.
+        mirroring: sends copies home while steps run, if anybody does.
     """
+
+    mirroring: Mirroring | None = None
 
     def __init__(
         self,
@@ -68,6 +72,17 @@ class BlockHost:
         self._admitted: dict[str, HostedRequest] = {}
         self._parked: dict[str, HostedRequest] = {}
         self._to_tell: list[str] = []
+
+    def mirror_to(self, mirrors: Mirrors) -> None:
+        """Have what blocks save sent home while they go on."""
+        interleaver = self.interleaver
+        self.mirroring = Mirroring(lambda: interleaver.runs, mirrors)
+        interleaver.mirroring = self.mirroring
+
+    @property
+    def mirrors(self) -> Mirrors | None:
+        """Where copies go that are sent home while steps run."""
+        return None if self.mirroring is None else self.mirroring.mirrors
 
     def admit(self, request_id: str, sampling: Any) -> None:
         """Take in a request; one that returns after a preemption keeps its block.
