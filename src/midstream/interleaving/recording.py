@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from midstream.errors import LimitExceededError
-from midstream.interleaving.batches import Call, Form
+from midstream.interleaving.batches import Call, Form, Kept
 from midstream.interleaving.caches import Cache
 from midstream.interleaving.copies import Rows
 from midstream.interleaving.locations import Location
@@ -201,9 +201,10 @@ class Batch:
     ):
         spans = [rows[member.run] for member in members]
         self._mirroring = mirroring if form.device == _CPU else None
-        if self._mirroring is not None:
-            form = form._replace(stays=self._mirroring.takes_caches)
-        self._sheet, self._rows, self._form = Sheet(spans, form), rows, form
+        stays = self._mirroring is not None and self._mirroring.takes_caches
+        self._sheet = Sheet(spans, form._replace(stays=stays))
+        self._rows, self._form = rows, form
+        self._runs: frozenset[Run] = frozenset()
         self._members: list[tuple[Member, Share]] = []
         self._counted = 0  # bytes of the largest member that its block's limit knows of
         for member, span, place in zip(members, spans, self._sheet.spans.places, strict=True):
@@ -216,14 +217,24 @@ class Batch:
         """Copy the members' rows of a value."""
         if not any(member.recorder.open for member, _ in self._members):
             return
-        kept = self._sheet.add(location, number, call)
-        if self._mirroring is not None and self._form.stays:
-            runs = frozenset(member.run for member, _ in self._members)
-            kept.send(self._mirroring, runs)
+        kept = self._add(location, number, call)
+        if self._mirroring is not None and self._sheet.form.stays:
+            if len(self._runs) != len(self._members):
+                self._runs = frozenset(member.run for member, _ in self._members)
+            kept.send(self._mirroring, self._runs)
         size = self._sheet.bytes_of(self._sheet.spans.most)
         if size - self._counted > self._grain:
             self._counted = size
             self._count()
+
+    def _add(self, location: Location, number: int, call: Call) -> Kept:
+        try:
+            return self._sheet.add(location, number, call)
+        except torch.OutOfMemoryError:
+            if not self._sheet.form.stays:
+                raise
+            self._sheet.form = self._form  # no room there: it goes where it is wanted, at once
+            return self._sheet.add(location, number, call)
 
     def alone(self) -> list[Batch]:
         """The members one by one; none if it has only one."""

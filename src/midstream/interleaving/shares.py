@@ -22,17 +22,18 @@ class Sheet:
     Attributes:
         kept: in the order of the calls.
         ended: whether the step has, so that nothing is added.
+        form: in which values are kept from now on.
     """
 
     def __init__(self, spans: Sequence[Rows], form: Form):
-        self.spans, self._form = Spans(spans), form
+        self.spans, self.form = Spans(spans), form
         self.kept: list[Kept] = []
         self.ended = False
         self._a_row = self._whole = 0
 
     def add(self, location: Location, number: int, call: Call) -> Kept:
         """Copy the requests' rows of a value."""
-        kept = Kept(location, number, call, self.spans, self._form)
+        kept = Kept(location, number, call, self.spans, self.form)
         self._a_row += kept.a_row
         self._whole += kept.whole
         self.kept.append(kept)

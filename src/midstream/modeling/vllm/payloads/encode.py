@@ -113,9 +113,7 @@ class Encoder:
             start = end
         return made
 
-    def _others(
-        self, values: Sequence[Any], start: int, step: Callable[[int], str]
-    ) -> list[Node]:
+    def _others(self, values: Sequence[Any], start: int, step: Callable[[int], str]) -> list[Node]:
         return self.children(values, values, lambda index: step(start + index))
 
     def _are_new(self, values: Sequence[object]) -> bool:

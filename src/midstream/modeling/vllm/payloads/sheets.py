@@ -51,11 +51,12 @@ class Sheets:
             node: makes the node of a value.
         """
         unread = cache.__dict__.get("_unread")
-        found = unread.parts() if isinstance(unread, Unseen) else None
-        if not found:
+        if not isinstance(unread, Unseen):
             return None
+        found = unread.parts() or []
         lines = [(self._number(part.sheet, node), *part[1:]) for part in found]
-        if any(number < 0 for number, *_ in lines):
+        if not lines or any(number < 0 for number, *_ in lines):
+            unread.settle(cache.__dict__["visits"])
             return None
         return np.array(lines, np.int32).tobytes()
 
