@@ -119,12 +119,11 @@ def test_what_a_block_changes_comes_home_changed(llama: Any, mirrors: Counting) 
             for _ in tracer.iter[:]:
                 rows.append(llama.model.layers[1].output[0])
                 rows[0].add_(1)
-            logits = llama.logits.save()
     assert mirrors.taken
     with llama.trace(A, temperature=0.0, max_tokens=1):
         right = llama.model.layers[1].output[0].save()
     assert torch.allclose(rows[0], right + GREEDY["max_tokens"], atol=1e-4)
-    assert logits.shape == (1, 128)
+    assert len(rows) == GREEDY["max_tokens"]
 
 
 def test_a_block_that_fails_leaves_no_segment(llama: Any, mirrors: Counting) -> None:
@@ -144,12 +143,11 @@ def test_a_block_that_fails_leaves_no_segment(llama: Any, mirrors: Counting) -> 
 
 def cached(model: Any, prompts: Any, **settings: Any) -> list[Any]:
     """Each request's cache of all layers."""
-    caches = []
     with model.trace(**GREEDY) as tracer:
+        caches = [].save()
         for prompt in prompts:
             with tracer.invoke(prompt):
-                cache = tracer.cache(model.model.layers, **settings)
-            caches.append(cache)
+                caches.append(tracer.cache(model.model.layers, **settings))
     return caches
 
 

@@ -77,6 +77,8 @@ def check_saves(saves: Mapping[str, Any], limit: float) -> None:
     Raises:
         LimitExceededError: naming the largest of them.
     """
+    if sum(size_of(value, once=False) for value in saves.values()) <= limit:
+        return
     sizes = {name: size_of(value) for name, value in saves.items()}
     total = sum(sizes.values())
     if total <= limit:
@@ -89,10 +91,15 @@ def check_saves(saves: Mapping[str, Any], limit: float) -> None:
     )
 
 
-def size_of(value: Any) -> int:
-    """Bytes of the numbers and text in a value; each object counts once.
+def size_of(value: Any, *, once: bool = True) -> int:
+    """Bytes of the numbers and text in a value.
 
     What holds them adds little and is not counted.
+
+    Args:
+        value: the value.
+        once: Count each object once. Otherwise tensors of a container may count for each time
+            that they are in it, which is faster to find out.
     """
     total, seen, found = 0, set(), [value]
     while found:
@@ -112,19 +119,21 @@ def size_of(value: Any) -> int:
             total += size or 0
             if size is None:
                 parts = _parts(item)
-                rows = _rows_size(parts, seen)
+                rows = _rows_size(parts, seen if once else None)
                 total += rows or 0
                 found += parts if rows is None else ()
     return total
 
 
-def _rows_size(parts: list[Any], seen: set[int]) -> int | None:
+def _rows_size(parts: list[Any], seen: set[int] | None) -> int | None:
     """Bytes of a container's values where all are tensors, of which there may be very many.
 
-    None if there is anything else among them, or one was seen before.
+    None if there is anything else among them, or one is in ``seen``, or twice among them.
     """
     if not parts or set(map(type, parts)) != {torch.Tensor}:
         return None
+    if seen is None:
+        return int(sum(map(_NBYTES, parts)))
     ids = set(map(id, parts))
     if len(ids) < len(parts) or not seen.isdisjoint(ids):
         return None

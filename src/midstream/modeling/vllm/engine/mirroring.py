@@ -17,6 +17,8 @@ from midstream.modeling.vllm.payloads.mirrors import Mirrors, Spot
 _MOST_NOTED = 1 << 16  # copies of which it is not known yet whether blocks save them
 _MOST_SAVED = 1 << 14  # tensors of a record that are looked at; more are more of the same
 _MOST_CODES = 1 << 12
+_UNSEEN = frozenset(("data", "imag"))
+"""Attributes through which a tensor is written unseen, or has other values than its bytes say."""
 
 Place = tuple[Location, int]
 """A location, and which tensor of its value."""
@@ -60,7 +62,7 @@ class Mirroring:
         Args:
             names: of the attributes in its code.
         """
-        if run.plain and run.code is not None and "data" not in names:
+        if run.plain and run.code is not None and _UNSEEN.isdisjoint(names):
             self.mirrors.trust(run)
 
     def _begin(self) -> None:

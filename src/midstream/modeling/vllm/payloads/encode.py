@@ -104,12 +104,12 @@ class Encoder:
             return None
         made: list[Node] = []
         start = 0
-        for is_here, same in itertools.groupby(places, lambda place: place >= 0):
+        for distance, same in itertools.groupby(enumerate(places), _distance):
             end = start + len(list(same))
-            if is_here:
-                made.append(Mirrored(places[start], end - start))
-            else:
+            if distance is None:
                 made += self._others(values[start:end], start, step)
+            else:
+                made.append(Mirrored(places[start], end - start))
             start = end
         return made
 
@@ -148,3 +148,9 @@ class Encoder:
         if len(self._open) >= MAX_DEPTH:
             raise Refused(f"nested more than {MAX_DEPTH} deep: save a flatter value")
         self._open.add(id(owner))
+
+
+def _distance(at: tuple[int, int]) -> int | None:
+    """The same for places that follow each other; None for none."""
+    index, place = at
+    return place - index if place >= 0 else None

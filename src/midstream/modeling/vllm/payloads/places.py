@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import compress
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -104,7 +105,7 @@ class Places:
 
     def __init__(self, saves: Mapping[str, Any], sources: Sources):
         self._tensors: list[torch.Tensor] = []
-        self._slices: dict[int, tuple[int, int]] = {}
+        self._slices: dict[int, range | list[int]] = {}  # which of them a container has, by its id
         self._count = [0]  # of tensors found before each
         self.rows: Rows | None = None
         if len(sources.table):
@@ -114,19 +115,20 @@ class Places:
 
     def of(self, owner: object) -> list[int] | None:
         """By value of a container of tensors, its place in the record's rows, or -1."""
-        if self.rows is None or id(owner) not in self._slices:
+        indices = self._slices.get(id(owner))
+        if self.rows is None or indices is None:
             return None
-        start, stop = self._slices[id(owner)]
         count = self._count
-        return [count[i] if count[i + 1] > count[i] else -1 for i in range(start, stop)]
+        return [count[i] if count[i + 1] > count[i] else -1 for i in indices]
 
     def all_of(self, owner: object) -> tuple[int, int] | None:
         """Place of the first value of a container, and how many; None unless all are found."""
-        if self.rows is None or id(owner) not in self._slices:
+        indices = self._slices.get(id(owner))
+        if self.rows is None or not isinstance(indices, range):
             return None
-        start, stop = self._slices[id(owner)]
-        first = self._count[start]
-        return (first, stop - start) if self._count[stop] - first == stop - start else None
+        first = self._count[indices.start]
+        found = self._count[indices.stop] - first
+        return (first, found) if found == len(indices) else None
 
     def of_tensor(self, tensor: torch.Tensor) -> int | None:
         """A tensor's place in the record's rows; None if it has none."""
@@ -149,28 +151,39 @@ class Places:
                 types = set(map(type, items))
                 if types == _TENSORS:
                     end = len(self._tensors)
-                    self._slices[id(value)] = end, end + len(items)
+                    self._slices[id(value)] = range(end, end + len(items))
                     self._tensors += items
                 elif not types.isdisjoint(_LOOKED_AT):
                     left += items
-        if len(set(map(id, self._tensors))) < len(self._tensors):  # one object comes home once
-            self._slices.clear()
-            self._tensors = list({id(tensor): tensor for tensor in self._tensors}.values())
+
+    def _join_same(self) -> bool:
+        """Have each object there once, as it comes home once; whether one was there twice."""
+        ids = list(map(id, self._tensors))
+        if len(set(ids)) == len(ids):
+            return False
+        self._tensors = list(dict(zip(ids, self._tensors, strict=True)).values())
+        index = {id(tensor): i for i, tensor in enumerate(self._tensors)}
+        for owner, indices in self._slices.items():
+            self._slices[owner] = [index[ids[i]] for i in indices]
+        return True
 
     def _find(self, sources: Sources) -> None:
-        starts, sizes, versions, contiguous, negated = (
+        starts, sizes, versions, contiguous = (
             _each(read, self._tensors)
             for read in (
                 torch.Tensor.data_ptr,
                 attrgetter("nbytes"),
                 attrgetter("_version"),
                 torch.Tensor.is_contiguous,
-                torch.Tensor.is_neg,
             )
         )
         mirrors, offsets = sources.table.find(starts, sizes, versions)
-        mirrors = np.where((contiguous == 1) & (negated == 0), mirrors, -1)
-        mirrors[_overlapping(mirrors, offsets, sizes)] = -1
+        mirrors = np.where(contiguous == 1, mirrors, -1)
+        overlapping = _overlapping(mirrors, offsets, sizes)
+        if len(overlapping) and self._join_same():
+            self._find(sources)
+            return
+        mirrors[overlapping] = -1
         self._take(mirrors, offsets, sources)
 
     def _take(self, mirrors: _Array, offsets: _Array, sources: Sources) -> None:
@@ -183,13 +196,22 @@ class Places:
         if not found.any():
             return
         self._count = [0, *np.cumsum(found).tolist()]
-        kinds: dict[tuple[torch.dtype, torch.Size], int] = {}
-        every = zip(self._tensors, found.tolist(), strict=True)
-        kind = np.array(
-            [kinds.setdefault((t.dtype, t.shape), len(kinds)) for t, here in every if here]
-        )
-        names = [(DTYPE_NAMES[dtype], tuple(shape)) for dtype, shape in kinds]
-        self.rows = Rows(names, _in_steps(kind, segments[found], offsets[found]).tobytes())
+        kinds, kind = _kinds(self._tensors, found)
+        lines = _in_steps(kind, segments[found], offsets[found])
+        self.rows = Rows(kinds, lines.tobytes())
+
+
+def _kinds(
+    tensors: Sequence[torch.Tensor], found: _Array
+) -> tuple[list[tuple[str, tuple[int, ...]]], _Array]:
+    """The kinds of tensors that were found, and by tensor which it is of."""
+    here = tensors if found.all() else list(compress(tensors, found.tolist()))
+    every = list(map(attrgetter("dtype", "shape"), here))
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(every))}
+    names = [(DTYPE_NAMES[dtype], tuple(shape)) for dtype, shape in numbers]
+    if len(names) == 1:
+        return names, np.zeros(len(here), np.int64)
+    return names, np.array([numbers[kind] for kind in every], np.int64)
 
 
 def _each(read: Callable[[torch.Tensor], int], tensors: Sequence[torch.Tensor]) -> _Array:
