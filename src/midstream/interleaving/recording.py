@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from midstream.interleaving.mirroring import Mirroring
     from midstream.interleaving.run import Run
 
-_CPU = torch.device("cpu")
-
 
 @dataclass(frozen=True)
 class Wanted:
@@ -200,11 +198,10 @@ class Batch:
         mirroring: Mirroring | None = None,
     ):
         spans = [rows[member.run] for member in members]
-        self._mirroring = mirroring if form.device == _CPU else None
+        self._mirroring = mirroring if form.device == torch.device("cpu") else None
         stays = self._mirroring is not None and self._mirroring.takes_caches
-        self._sheet = Sheet(spans, form._replace(stays=stays))
-        self._rows, self._form = rows, form
-        self._runs: frozenset[Run] = frozenset()
+        self._sheet, self._rows = Sheet(spans, form._replace(stays=stays)), rows
+        self._form, self._runs = form, frozenset[Run]()
         self._members: list[tuple[Member, Share]] = []
         self._counted = 0  # bytes of the largest member that its block's limit knows of
         for member, span, place in zip(members, spans, self._sheet.spans.places, strict=True):
