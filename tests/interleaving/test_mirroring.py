@@ -75,9 +75,11 @@ def test_copies_for_blocks() -> None:
 
     requests, mirroring = told(block, block, lambda r: r.tree.root.layers[1].mlp.output)
     requests.step(rows(2, 1), rows(1, 2), rows(3, 3))
-    by_place = {(location.name, leaf): count for location, leaf, count in mirroring.made_of}
-    assert by_place["layers.1.mlp.output", 0] == 3
-    assert by_place["layers.0.output", 0] == 2
+    by_place = {
+        (location.path, location.side, leaf): count for location, leaf, count in mirroring.made_of
+    }
+    assert by_place["layers.1.mlp", "output", 0] == 3
+    assert by_place["layers.0", "output", 0] == 2
     assert mirroring.steps == 1
 
 

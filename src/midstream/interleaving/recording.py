@@ -201,7 +201,8 @@ class Batch:
         self._mirroring = mirroring if form.device == torch.device("cpu") else None
         stays = self._mirroring is not None and self._mirroring.takes_caches
         self._sheet, self._rows = Sheet(spans, form._replace(stays=stays)), rows
-        self._form, self._runs = form, frozenset[Run]()
+        self._form = form
+        self._runs: frozenset[Run] = frozenset()
         self._members: list[tuple[Member, Share]] = []
         self._counted = 0  # bytes of the largest member that its block's limit knows of
         for member, span, place in zip(members, spans, self._sheet.spans.places, strict=True):
