@@ -165,6 +165,7 @@ class Mirrors:
         self._threads: ThreadPoolExecutor | None = None
         self._pending = Mirror()
         self._under_way: deque[Mirror] = deque()
+        self._bytes = 0  # under way
         self._of: dict[Hashable, list[Mirror]] = {}
         self._trusted: set[Hashable] = set()
 
@@ -208,22 +209,25 @@ class Mirrors:
 
     def _has_room(self, *, wait: bool) -> bool:
         bound = self._kept_bound if wait else self._bound
-        while self._bytes_under_way() > bound:
-            if not wait:
-                return False
-            self._under_way[0].handle  # noqa: B018  # waits
+        while self._bytes > bound:
+            self._let_go()
+            if self._bytes > bound:
+                if not wait:
+                    return False
+                self._under_way[0].handle  # noqa: B018  # waits
         return True
 
-    def _bytes_under_way(self) -> int:
+    def _let_go(self) -> None:
+        """Let go of the copies that have been written."""
         self._under_way = deque(each for each in self._under_way if not each.let_go())
-        return sum(each.size for each in self._under_way)
+        self._bytes = sum(each.size for each in self._under_way)
 
     def end_step(self) -> None:
         """Have written what there is, if it is worth a segment."""
         if self._pending.size >= self._least:
             self.flush()
         if self._under_way:
-            self._bytes_under_way()
+            self._let_go()
 
     def flush(self) -> None:
         """Have all written that has been taken in."""
@@ -237,6 +241,7 @@ class Mirrors:
             self._threads = ThreadPoolExecutor(count, "midstream-mirrors")
         mirror.begin(self._threads, self._owner)
         self._under_way.append(mirror)
+        self._bytes += mirror.size
 
     def release(self, owners: Iterable[Hashable]) -> dict[str, int]:
         """Take in that nothing more comes of some owners.
@@ -263,7 +268,7 @@ class Mirrors:
         """Wait until nothing is being written."""
         for mirror in self._under_way:
             mirror.handle  # noqa: B018  # waits
-        self._bytes_under_way()
+        self._let_go()
 
     def close(self) -> None:
         """Remove what no message has named; nothing is sent any more."""
@@ -272,7 +277,7 @@ class Mirrors:
                 mirror.remove()
         self._of.clear()
         self._under_way.clear()
-        self._pending = Mirror()
+        self._bytes, self._pending = 0, Mirror()
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
             self._threads = None
