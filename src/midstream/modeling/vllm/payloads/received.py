@@ -139,7 +139,7 @@ def tensors_at(
     Raises:
         ValueError: they do not lie in it.
     """
-    rows = np.ndarray(shape, _numpy_dtype(dtype), memory, offset, _strides(shape, dtype, step))
+    rows = np.ndarray(shape, numpy_dtype(dtype), memory, offset, _strides(shape, dtype, step))
     each = rows if len(shape) > 1 else (rows[i, ...] for i in range(len(rows)))
     found = list(map(torch.from_numpy, each))
     if found[0].dtype is dtype:
@@ -157,7 +157,7 @@ def _strides(
 
 
 @functools.cache
-def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """NumPy's dtype of the same name, or integers of that size where it has none."""
     try:
         return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype

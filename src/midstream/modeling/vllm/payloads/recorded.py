@@ -12,18 +12,31 @@ import torch
 from midstream.errors import TransportError
 from midstream.interleaving.caches import Values
 from midstream.modeling.vllm.payloads import nodes
-from midstream.modeling.vllm.payloads.received import tensors_at
+from midstream.modeling.vllm.payloads.received import numpy_dtype
 
 Fill = Callable[[nodes.Node, Sequence[torch.Tensor]], Any]
 """Makes a value of its form and the tensors in it."""
 
 
 class Placed(NamedTuple):
-    """A recorded tensor of several requests, and where it lies."""
+    """A recorded tensor of several requests, and its numbers where they lie."""
 
     leaf: nodes.LeafNode
-    memory: memoryview
-    offset: int
+    dtype: torch.dtype
+    numbers: np.ndarray[Any, Any]
+
+    @classmethod
+    def at(cls, leaf: nodes.LeafNode, memory: memoryview, offset: int) -> Placed:
+        """Find it in a segment.
+
+        Raises:
+            TransportError: it is not there.
+        """
+        dtype = nodes.DTYPES[leaf.dtype]
+        try:
+            return cls(leaf, dtype, np.ndarray(leaf.shape, numpy_dtype(dtype), memory, offset))
+        except (ValueError, TypeError) as error:  # numpy looks whether it is inside
+            raise TransportError(f"a cache's tensor outside of its segment: {error}") from None
 
 
 class ReadSheet:
@@ -64,7 +77,7 @@ class ReadSheet:
         at = iter(zip(self._segments, self._offsets, strict=True))
         for call in calls:
             places = [(leaf, *next(at)) for leaf in call.leaves]
-            yield call, [Placed(leaf, memories[s], offset) for leaf, s, offset in places]
+            yield call, [Placed.at(leaf, memories[s], offset) for leaf, s, offset in places]
 
 
 class Part(NamedTuple):
@@ -107,10 +120,24 @@ class Unmade:
             for index in range(part.first, part.stop)
         ]
         found.sort(key=lambda each: each[0])  # a step may have filled several sheets
-        for _, part, call, leaves in found:
-            value = self._fill(call.form, [_tensor(leaf, part) for leaf in leaves])
-            side = "inputs" if call.side == "input" else call.side
-            visits.setdefault(call.path, {}).setdefault(side, []).append(value)
+        with torch.inference_mode(False):
+            for _, part, call, leaves in found:
+                value = self._value(call.form, [_tensor(leaf, part) for leaf in leaves])
+                side = "inputs" if call.side == "input" else call.side
+                visits.setdefault(call.path, {}).setdefault(side, []).append(value)
+
+    def _value(self, form: nodes.Node, tensors: list[torch.Tensor]) -> Any:
+        """A value of its form; the two that most have take no reading of nodes."""
+        if type(form) is nodes.Leaf:
+            return tensors[0]
+        return tuple(tensors) if _is_flat(form) else self._fill(form, tensors)
+
+
+def _is_flat(form: nodes.Node) -> bool:
+    """Whether it is of a tuple of tensors alone."""
+    if not isinstance(form, nodes.Made) or form.kind != "tuple":
+        return False
+    return all(type(part) is nodes.Leaf for part in form.parts)
 
 
 def _bytes(leaf: nodes.LeafNode, rows: int) -> int:
@@ -120,13 +147,12 @@ def _bytes(leaf: nodes.LeafNode, rows: int) -> int:
 
 def _tensor(placed: Placed, part: Part) -> torch.Tensor:
     """One request's rows; a copy of its own of what is all requests'."""
-    leaf, memory, offset = placed
-    dtype, shape = nodes.DTYPES[leaf.dtype], list(leaf.shape)
+    leaf, dtype, numbers = placed
     if leaf.axis >= 0:
-        offset += part.start * math.prod(shape[leaf.axis + 1 :]) * dtype.itemsize
-        shape[leaf.axis] = part.rows
-    if not math.prod(shape):
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    with torch.inference_mode(False):
-        found = tensors_at(memory, offset, dtype, (1, *shape))[0]
-        return found if leaf.axis >= 0 else found.clone()
+        rows = slice(part.start, part.start + part.rows)
+        numbers = numbers[rows] if leaf.axis == 0 else numbers[:, rows]
+        if numbers.shape[leaf.axis] != part.rows:
+            raise TransportError(f"rows {rows} of a cache's tensor of {leaf.shape}")
+    found = torch.from_numpy(numbers)
+    found = found if found.dtype is dtype else found.view(dtype)
+    return found if leaf.axis >= 0 else found.clone()
