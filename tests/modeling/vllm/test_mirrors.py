@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from midstream.errors import InterventionError
+from midstream.modeling.vllm.engine.mirroring import writes_are_seen
 from midstream.modeling.vllm.limits import Limits
 from midstream.modeling.vllm.payloads import Mirrors, segments
 from tests.modeling.vllm.conftest import runner_of
@@ -180,3 +181,17 @@ def test_a_cache_that_is_too_large_is_refused(
         with llama.trace(A, **GREEDY) as tracer:
             cache = tracer.cache(llama.model.layers)
     assert mirrors.taken
+
+
+@pytest.mark.parametrize(
+    ("source", "seen"),
+    [
+        ("rows.append(x.output[0])", True),
+        ("x.output[0].data.zero_()", False),
+        ("[row.data.zero_() for row in rows]", False),
+        ("rows.append(x.view(dtype).imag)", False),
+    ],
+)
+def test_code_whose_writes_no_version_tells_of(source: str, seen: bool) -> None:
+    """Its rows go home at the end, also where it writes inside a comprehension."""
+    assert writes_are_seen(compile(source, "block", "exec")) is seen

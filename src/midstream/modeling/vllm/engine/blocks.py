@@ -88,9 +88,7 @@ class HostedBlock:
         self.run.code, self.run.plain = _digest(self._block), is_plain(self._block, stored)
         if self._host.mirroring is not None and self._appended is None:
             code = self._block.code
-            self._host.mirroring.follow(
-                self.run, code.compiled().code.co_names if code is not None else ()
-            )
+            self._host.mirroring.follow(self.run, None if code is None else code.compiled().code)
         execution = Execution(self._block, model=self._host.model, tracer=self._host.tracer)
         for name in self._keep:
             if name in execution.namespace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -56,13 +57,9 @@ class Mirroring:
         self._noted: list[_Noted] = []
         self._begun = False
 
-    def follow(self, run: Run, names: Sequence[str]) -> None:
-        """Take in a block that is about to execute, before it is given anything.
-
-        Args:
-            names: of the attributes in its code.
-        """
-        if run.plain and run.code is not None and _UNSEEN.isdisjoint(names):
+    def follow(self, run: Run, code: CodeType | None) -> None:
+        """Take in a block that is about to execute, before it is given anything."""
+        if run.plain and run.code is not None and code is not None and writes_are_seen(code):
             self.mirrors.trust(run)
 
     def _begin(self) -> None:
@@ -128,6 +125,12 @@ class Mirroring:
             if run in each.visits and 2 * size >= each.share:
                 places[each.visits[run] > 0].add(each.place)
         return {decodes: frozenset(found) for decodes, found in places.items()}
+
+
+def writes_are_seen(code: CodeType) -> bool:
+    """Whether versions tell of all that plain code writes; comprehensions are code of their own."""
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
+    return _UNSEEN.isdisjoint(code.co_names) and all(map(writes_are_seen, inner))
 
 
 def _tensors(saves: Mapping[str, Any]) -> Iterator[torch.Tensor]:
