@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import checkpoint
+from tests.support.mirrors import mirror_everything
 
 # A run that was started in the background inherits Ctrl-C as ignored, and so would every process
 # that the tests start.
@@ -37,12 +38,15 @@ TINY = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--tapped`: decode steps with blocks run as recorded forwards, as graphs do on a GPU.
+    """Other ways of the shared engines, in which every test has to hold too.
 
-    `--ranks 2`: the shared engines are tensor parallel.
+    `--tapped`: decode steps with blocks run as recorded forwards, as graphs do on a GPU.
+    `--ranks 2`: they are tensor parallel.
+    `--mirrored`: whatever blocks read and caches record is sent home while the steps run.
     """
     parser.addoption("--ranks", type=int, default=1, help="tensor_parallel_size of the engines")
     parser.addoption("--tapped", action="store_true", help="record steps of the shared engines")
+    parser.addoption("--mirrored", action="store_true", help="send copies home at once")
 
 
 @pytest.fixture(scope="session")
@@ -59,6 +63,8 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
             built[name] = VLLM(str(path), dispatch=True, tensor_parallel_size=ranks, **TINY)
             if request.config.getoption("--tapped"):
                 record_steps(built[name])
+            if request.config.getoption("--mirrored"):
+                mirror_everything(built[name])
         return built[name]
 
     yield get

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from itertools import accumulate, count
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from midstream.interleaving.copies import Rows, counting_edits, cut, row_axis
 from midstream.interleaving.locations import Location
+from midstream.interleaving.mirroring import Mirroring, Spot
 from midstream.interleaving.structure import PLAIN, Leaves, flatten
+
+if TYPE_CHECKING:
+    from midstream.interleaving.run import Run
 
 
 class Form(NamedTuple):
-    """In what form values are kept; see ``Wanted``."""
+    """In what form values are kept; see ``Wanted``.
+
+    Attributes:
+        stays: whether what is wanted on the CPU stays where it is for the time being, as somebody
+            brings it there.
+    """
 
     device: torch.device | None = None
     dtype: torch.dtype | None = None
     non_blocking: bool = False
     detach: bool = True
+    stays: bool = False
 
     def bare(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, without its gradients unless they are wanted."""
@@ -28,7 +39,7 @@ class Form(NamedTuple):
     def made_of(self, tensor: torch.Tensor, *, copy: bool) -> torch.Tensor:
         """The tensor in this form; ``copy`` even if it has it."""
         return tensor.to(
-            device=self.device or tensor.device,
+            device=tensor.device if self.stays else self.device or tensor.device,
             dtype=self.dtype if self.dtype and tensor.is_floating_point() else tensor.dtype,
             non_blocking=self.is_beside(tensor),
             copy=copy,
@@ -36,7 +47,7 @@ class Form(NamedTuple):
 
     def is_beside(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is copied beside the forward, so that the copy has to be waited for."""
-        return self.non_blocking and tensor.is_cuda
+        return self.non_blocking and tensor.is_cuda and not self.stays
 
 
 class Spans:
@@ -50,6 +61,7 @@ class Spans:
     Attributes:
         lengths: rows of each piece of a copy.
         places: by request, which piece has its rows.
+        starts: by piece, where it begins.
         most: rows of the largest request.
     """
 
@@ -67,6 +79,7 @@ class Spans:
             self.places.append(len(self.lengths))
             self.lengths.append(length)
             at = span.stop
+        self.starts = [0, *accumulate(self.lengths)][:-1]
 
     def copy(self, leaf: torch.Tensor, axis: int, form: Form) -> torch.Tensor:
         """A copy of the requests' rows."""
@@ -94,12 +107,18 @@ class Kept:
     Attributes:
         under_way: whether the copies have to be waited for.
         a_row, whole: bytes of one row, and of all that has no rows.
+        axes: by leaf, the axis that runs over rows.
+        spots: by leaf, where its copy goes; None for leaves that are no tensors, and as a whole if
+            one of the copies stays here.
     """
+
+    spots: Sequence[Spot | None] | None = None
 
     def __init__(self, location: Location, number: int, call: Call, spans: Spans, form: Form):
         self.location, self.number, self.under_way = location, number, False
         self.a_row = self.whole = 0
-        self._build, self._axes, self._is_flat = call.build, call.axes, call.is_flat
+        self._build, self.axes, self._is_flat = call.build, call.axes, call.is_flat
+        self._device = form.device if form.stays else None
         self._lengths = spans.lengths
         with counting_edits():
             self._leaves = [
@@ -119,14 +138,59 @@ class Kept:
             self.a_row += copy.nbytes // max(copy.shape[axis], 1)
         return copy
 
+    def send(self, mirroring: Mirroring, runs: frozenset[Run]) -> None:
+        """Have the copies sent home, for some blocks."""
+        spots = [
+            mirroring.keep(leaf, runs, partial(self._let_go, index))
+            if isinstance(leaf, torch.Tensor)
+            else None
+            for index, leaf in enumerate(self._leaves)
+        ]
+        tensors = sum(isinstance(leaf, torch.Tensor) for leaf in self._leaves)
+        if sum(spot is not None for spot in spots) == tensors:
+            self.spots = spots
+        self._sent = spots
+
+    _sent: Sequence[Spot | None] = ()
+
+    def _let_go(self, index: int) -> None:
+        """A copy has got to where it goes."""
+        if not self._is_here:
+            self._leaves[index] = None
+
+    _is_here = False
+
+    def _bring(self) -> None:
+        """Have all copies here, for somebody looks at them."""
+        self._is_here = True
+        with counting_edits():
+            for index, spot in enumerate(self._sent):
+                leaf = spot.load() if spot is not None else None
+                if leaf is not None:
+                    self._leaves[index] = leaf
+            if self._device is not None:
+                self._leaves = [_on(self._device, leaf) for leaf in self._leaves]
+
+    def form(self) -> Any:
+        """What the module was called with or returned, with a ``Hole`` for each tensor."""
+        number = count()
+        return self._build(
+            [
+                leaf if spot is None else Hole(next(number))
+                for leaf, spot in zip(self._leaves, self.spots or (), strict=True)
+            ]
+        )
+
     def value(self, place: int) -> Any:
         """One request's value, which nobody else is given: called once for each piece."""
+        if not self._is_here and (self._sent or self._device is not None):
+            self._bring()
         if self._flat is not None:
             return self._flat[place]
         return self._build(
             [
                 _private(leaf) if axis is None else pieces[place]
-                for leaf, axis, pieces in zip(self._leaves, self._axes, self._pieces, strict=True)
+                for leaf, axis, pieces in zip(self._leaves, self.axes, self._pieces, strict=True)
             ]
         )
 
@@ -153,8 +217,19 @@ class Kept:
                 [leaf] * len(lengths)
                 if axis is None
                 else torch.unsafe_split_with_sizes(leaf, lengths, axis)
-                for leaf, axis in zip(self._leaves, self._axes, strict=True)
+                for leaf, axis in zip(self._leaves, self.axes, strict=True)
             ]
+
+
+class Hole:
+    """The place of a tensor, by its number among the tensors of a value."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+
+def _on(device: torch.device, leaf: Any) -> Any:
+    return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _private(leaf: Any) -> Any:

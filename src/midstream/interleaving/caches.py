@@ -14,7 +14,11 @@ Values = dict[str, dict[str, list[Any]]]
 
 
 class Unread(Protocol):
-    """In the engine: what has been recorded and nobody has looked at."""
+    """What has been recorded and nobody has looked at."""
+
+    @property
+    def bytes(self) -> int:
+        """How much it is."""
 
     def move_to(self, visits: Values) -> None:
         """Put it where it is read."""
@@ -54,8 +58,14 @@ class Cache:
     aliases: dict[str, str] = field(default_factory=dict)
 
     def _follow(self, unread: Unread) -> None:
-        """In the engine: take in what is recorded when somebody looks."""
+        """Take in what is recorded when somebody looks."""
         self.__dict__["_unread"] = unread
+
+    @property
+    def unread_bytes(self) -> int:
+        """In the engine: how much has been recorded and nobody has looked at."""
+        unread: Unread | None = self.__dict__.get("_unread")
+        return 0 if unread is None else unread.bytes
 
     def __getstate__(self) -> dict[str, Any]:
         return {"visits": self.visits, "aliases": self.aliases}

@@ -69,6 +69,11 @@ class Copies:
         self._low = min(span.start for span in spans)
         self._parts: dict[Rows, torch.Tensor] | None = None
 
+    @property
+    def sharers(self) -> int:
+        """How many blocks share it."""
+        return len(self._spans)
+
     def rows(self, rows: Rows) -> torch.Tensor:
         """One block's rows; the same object each time."""
         if self._parts is None:

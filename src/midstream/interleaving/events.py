@@ -50,6 +50,7 @@ class Event:
         writes: what blocks have written, in order; None if nobody keeps it.
         before_write: called with a tensor that is going to be written into.
         refused: why no block can be served here, if none can.
+        copied: called with a leaf's place when rows of it have been copied for blocks.
         shared_since: why a tensor is one for all blocks, as the end of an error's text.
     """
 
@@ -85,6 +86,7 @@ class Event:
         self.writes: list[Put] | None = None
         self.before_write: Callable[[torch.Tensor], None] | None = None
         self.refused: Exception | None = None
+        self.copied: Callable[[int, Copies], None] | None = None
 
     def axis(self, index: int) -> int | None:
         """The axis of a leaf that runs over the step's rows; None if it has none."""
@@ -138,6 +140,8 @@ class Event:
             with counting_edits():
                 hull = cut(leaf, axis, self._low, self._high).clone()
                 copies = self._copies[index] = Copies(hull, axis, self._spans)
+            if self.copied is not None:
+                self.copied(index, copies)
         return copies.rows(rows)
 
     def columns(self, index: int, spans: Sequence[Rows]) -> Sequence[Any]:

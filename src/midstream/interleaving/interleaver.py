@@ -25,6 +25,7 @@ from midstream.interleaving.declared import Declared
 from midstream.interleaving.events import Check, Event
 from midstream.interleaving.indices import IndexCheck, Limit
 from midstream.interleaving.locations import ENGINE_ORDER, SKIP, Location
+from midstream.interleaving.mirroring import Mirroring
 from midstream.interleaving.neutral import NEUTRAL
 from midstream.interleaving.offers import Offer
 from midstream.interleaving.order import Order
@@ -59,6 +60,7 @@ class Interleaver:
         has_all: whether this process runs the whole forward.
         across: the processes that run the same blocks beside parts of the model; None if this one
             has all of it.
+        mirroring: is told of copies that blocks may save, if anybody is.
     """
 
     has_all = True
@@ -90,6 +92,7 @@ class Interleaver:
         self.tapping, self.asking = Tapping(self), Asking(self)
         self.serving, self.standing = Serving(self), Standing(self)
         self.across: Across | None = None
+        self.mirroring: Mirroring | None = None
         self.in_forward = False
         self.in_step = False
         self.starting = False  # whether blocks execute up to their first access, one by one
@@ -103,7 +106,7 @@ class Interleaver:
         self.order.begin_step()
         self.sources.begin_step()
         self.in_step = self.starting = True
-        self._runs = runs
+        self._runs, self._recording.mirroring = runs, self.mirroring
         self._in_turns = any(run.turn for run in runs)
         self._paused = False  # a block that was left while it called a module does not set it back
         begun = [run for run in runs if not run.started or _is_due(run)]
@@ -311,6 +314,8 @@ class Interleaver:
             self._skipping.clear()
             self._recording.clear()
         self.tapping.end()
+        if self.mirroring is not None:
+            self.mirroring.end_step()
 
     @property
     def has_sampled(self) -> bool:
@@ -394,7 +399,10 @@ class Interleaver:
     ) -> Event:
         make = Event if self.across is None else partial(self.across.event, location)
         if location.within is None:
-            return make(value, sizes, spans, check)
+            event = make(value, sizes, spans, check)
+            if self.mirroring is not None:
+                event.copied = partial(self.mirroring.made, location)
+            return event
         sources = self.sources
         return make(value, sizes, spans, check, sources.is_models, sources.is_whole)
 

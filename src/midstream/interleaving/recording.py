@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from midstream.errors import LimitExceededError
-from midstream.interleaving.batches import Call, Form
+from midstream.interleaving.batches import Call, Form, Kept
 from midstream.interleaving.caches import Cache
 from midstream.interleaving.copies import Rows
 from midstream.interleaving.locations import Location
@@ -23,6 +23,7 @@ from midstream.interleaving.snapshots import Snapshots
 
 if TYPE_CHECKING:
     from midstream.interleaving.declared import Declared
+    from midstream.interleaving.mirroring import Mirroring
     from midstream.interleaving.run import Run
 
 
@@ -177,11 +178,21 @@ class Recorder:
         if unseen is not None:
             unseen.shares.append(share)
 
-    def settle(self) -> None:
-        """Put all that was recorded into the cache, which is to leave the engine."""
+    def settle(self, *, may_travel: bool = False) -> bool:
+        """Put all that was recorded into the cache, which is to leave the engine.
+
+        Args:
+            may_travel: not if copies of all of it are sent home in another way.
+
+        Returns:
+            Whether they are.
+        """
         cache, unseen = self._cache(), self._unseen()
+        if may_travel and unseen is not None and unseen.parts():
+            return True
         if cache is not None and unseen is not None:
             unseen.settle(cache.__dict__["visits"])
+        return False
 
 
 class Member(NamedTuple):
@@ -196,11 +207,22 @@ class Batch:
 
     Args:
         members: in the order of their rows.
+        mirroring: is told of the copies.
     """
 
-    def __init__(self, members: Sequence[Member], rows: Mapping[Run, Rows], form: Form):
+    def __init__(
+        self,
+        members: Sequence[Member],
+        rows: Mapping[Run, Rows],
+        form: Form,
+        mirroring: Mirroring | None = None,
+    ):
         spans = [rows[member.run] for member in members]
-        self._sheet, self._rows, self._form = Sheet(spans, form), rows, form
+        self._mirroring = mirroring if form.device == torch.device("cpu") else None
+        stays = self._mirroring is not None and self._mirroring.takes_caches
+        self._sheet, self._rows = Sheet(spans, form._replace(stays=stays)), rows
+        self._form = form
+        self._runs: frozenset[Run] = frozenset()
         self._members: list[tuple[Member, Share]] = []
         self._counted = 0  # bytes of the largest member that its block's limit knows of
         for member, span, place in zip(members, spans, self._sheet.spans.places, strict=True):
@@ -213,16 +235,29 @@ class Batch:
         """Copy the members' rows of a value."""
         if not any(member.recorder.open for member, _ in self._members):
             return
-        self._sheet.add(location, number, call)
+        kept = self._add(location, number, call)
+        if self._mirroring is not None and self._sheet.form.stays:
+            if len(self._runs) != len(self._members):
+                self._runs = frozenset(member.run for member, _ in self._members)
+            kept.send(self._mirroring, self._runs)
         size = self._sheet.bytes_of(self._sheet.spans.most)
         if size - self._counted > self._grain:
             self._counted = size
             self._count()
 
+    def _add(self, location: Location, number: int, call: Call) -> Kept:
+        try:
+            return self._sheet.add(location, number, call)
+        except torch.OutOfMemoryError:
+            if not self._sheet.form.stays:
+                raise
+            self._sheet.form = self._form  # no room there: it goes where it is wanted, at once
+            return self._sheet.add(location, number, call)
+
     def alone(self) -> list[Batch]:
         """The members one by one; none if it has only one."""
         members = self._members if len(self._members) > 1 else ()
-        return [Batch([member], self._rows, self._form) for member, _ in members]
+        return [Batch([member], self._rows, self._form, self._mirroring) for member, _ in members]
 
     def fail(self, error: Exception) -> None:
         """Let the members' blocks fail."""
@@ -257,10 +292,12 @@ class Recordings(dict[str, list[Group]]):
 
     Attributes:
         locations: what is recorded.
+        mirroring: is told of the copies, if anybody is.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.mirroring: Mirroring | None = None
         self.locations: set[Location] = set()
         self._groups: dict[Wanted, Group] = {}
         self._numbers = count()
@@ -340,7 +377,7 @@ class Recordings(dict[str, list[Group]]):
             self._begin_phase(rows)
         key = (*map(id, groups), frozenset(hidden))
         if key not in self._batches:
-            self._batches[key] = self._begin(list(_batches(groups, rows, hidden)))
+            self._batches[key] = self._begin(list(_batches(groups, rows, hidden, self.mirroring)))
         return self._batches[key]
 
     def _begin(self, batches: list[Batch]) -> list[Batch]:
@@ -355,7 +392,10 @@ def _records(wanted: Wanted, location: Location) -> bool:
 
 
 def _batches(
-    groups: Iterable[Group], rows: Mapping[Run, Rows], hidden: Collection[Run]
+    groups: Iterable[Group],
+    rows: Mapping[Run, Rows],
+    hidden: Collection[Run],
+    mirroring: Mirroring | None,
 ) -> Iterable[Batch]:
     forms: dict[Form, list[Member]] = {}
     for group in groups:
@@ -363,7 +403,7 @@ def _batches(
         forms.setdefault(group.wanted.form, []).extend(seeing)
     for form, members in forms.items():
         for several in _together(members, rows):
-            yield Batch(several, rows, form)
+            yield Batch(several, rows, form, mirroring)
 
 
 def _together(members: list[Member], rows: Mapping[Run, Rows]) -> Iterable[list[Member]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,24 +22,36 @@ class Sheet:
     Attributes:
         kept: in the order of the calls.
         ended: whether the step has, so that nothing is added.
+        form: in which values are kept from now on.
     """
 
     def __init__(self, spans: Sequence[Rows], form: Form):
-        self.spans, self._form = Spans(spans), form
+        self.spans, self.form = Spans(spans), form
         self.kept: list[Kept] = []
         self.ended = False
         self._a_row = self._whole = 0
 
-    def add(self, location: Location, number: int, call: Call) -> None:
+    def add(self, location: Location, number: int, call: Call) -> Kept:
         """Copy the requests' rows of a value."""
-        kept = Kept(location, number, call, self.spans, self._form)
+        kept = Kept(location, number, call, self.spans, self.form)
         self._a_row += kept.a_row
         self._whole += kept.whole
         self.kept.append(kept)
+        return kept
 
     def bytes_of(self, rows: int) -> int:
         """How much is kept for a request with so many rows."""
         return self._a_row * rows + self._whole
+
+
+class Part(NamedTuple):
+    """One cache's part of a sheet: some of its calls, and its own rows of their copies."""
+
+    sheet: Sheet
+    first: int
+    stop: int
+    start: int
+    rows: int
 
 
 class Share:
@@ -55,7 +67,7 @@ class Share:
         self._taken = 0  # of what the sheet keeps
         self._stop: int | None = None
         self._sure = 0
-        self._counted = 0  # bytes
+        self._counted = self._moved = 0  # bytes: of all, and of what is elsewhere
         self._holders: list[_Holder] = []
 
     @property
@@ -84,10 +96,24 @@ class Share:
         """What has come since the last time, with its place there."""
         return zip(self._sheet.kept[self._taken : self._stop], repeat(self._place))
 
+    @property
+    def unseen_bytes(self) -> int:
+        """How much has come since the last time."""
+        return self._counted - self._moved
+
+    @property
+    def part(self) -> Part | None:
+        """What has come since the last time; None if a copy of it stays here."""
+        stop = len(self._sheet.kept[: self._stop])
+        if not self._sheet.ended or any(kept.spots is None for kept in self._sheet.kept):
+            return None
+        start = self._sheet.spans.starts[self._place]
+        return Part(self._sheet, self._taken, stop, start, self._rows)
+
     def take(self) -> None:
         """Note that all of it is elsewhere, where it is counted."""
         self._taken = self._sure = len(self._sheet.kept[: self._stop])
-        self._counted = self._sheet.bytes_of(self._rows)
+        self._counted = self._moved = self._sheet.bytes_of(self._rows)
         self._holders.clear()
 
 
@@ -112,6 +138,18 @@ class Unseen:
             self._snapshots.add(
                 leaf for value in self._moved_to(visits) for leaf in flatten(value)[0]
             )
+
+    @property
+    def bytes(self) -> int:
+        """How much it is."""
+        return sum(share.unseen_bytes for share in self.shares)
+
+    def parts(self) -> list[Part] | None:
+        """Where it lies in copies that are sent home; None if one of them is not."""
+        parts = [share.part for share in self.shares]
+        if any(part is None for part in parts):
+            return None
+        return [part for part in parts if part is not None and part.first < part.stop]
 
     def settle(self, visits: Values) -> None:
         """Put it where it is read, when no block reads any more."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 
 from midstream.errors import LimitExceededError
+from midstream.interleaving.caches import Cache
 from midstream.modeling.vllm.payloads import OnDevice
 
 GIB = 1 << 30
+_NBYTES = attrgetter("nbytes")
 _NUMBERS = frozenset((int, float, bool))
 
 
@@ -74,6 +77,8 @@ def check_saves(saves: Mapping[str, Any], limit: float) -> None:
     Raises:
         LimitExceededError: naming the largest of them.
     """
+    if sum(size_of(value, once=False) for value in saves.values()) <= limit:
+        return
     sizes = {name: size_of(value) for name, value in saves.items()}
     total = sum(sizes.values())
     if total <= limit:
@@ -86,18 +91,23 @@ def check_saves(saves: Mapping[str, Any], limit: float) -> None:
     )
 
 
-def size_of(value: Any) -> int:
-    """Bytes of the numbers and text in a value; each object counts once.
+def size_of(value: Any, *, once: bool = True) -> int:
+    """Bytes of the numbers and text in a value.
 
     What holds them adds little and is not counted.
+
+    Args:
+        value: the value.
+        once: Count each object once. Otherwise tensors of a container may count for each time
+            that they are in it, which is faster to find out.
     """
     total, seen, found = 0, set(), [value]
     while found:
         item = found.pop()
-        if type(item) is torch.Tensor:  # first: there may be hundreds of thousands of rows
+        if type(item) is torch.Tensor:
             if id(item) not in seen:
                 seen.add(id(item))
-                total += item.numel() * item.element_size()
+                total += item.nbytes
             continue
         size = _plain_size(item)
         if size is not None:
@@ -105,9 +115,30 @@ def size_of(value: Any) -> int:
         elif id(item) not in seen:
             seen.add(id(item))
             size = _array_size(item)
+            total += item.unread_bytes if isinstance(item, Cache) else 0
             total += size or 0
-            found += _parts(item) if size is None else ()
+            if size is None:
+                parts = _parts(item)
+                rows = _rows_size(parts, seen if once else None)
+                total += rows or 0
+                found += parts if rows is None else ()
     return total
+
+
+def _rows_size(parts: list[Any], seen: set[int] | None) -> int | None:
+    """Bytes of a container's values where all are tensors, of which there may be very many.
+
+    None if there is anything else among them, or one is in ``seen``, or twice among them.
+    """
+    if not parts or set(map(type, parts)) != {torch.Tensor}:
+        return None
+    if seen is None:
+        return int(sum(map(_NBYTES, parts)))
+    ids = set(map(id, parts))
+    if len(ids) < len(parts) or not seen.isdisjoint(ids):
+        return None
+    seen |= ids
+    return int(sum(map(_NBYTES, parts)))
 
 
 def _plain_size(item: Any) -> int | None:
@@ -140,6 +171,8 @@ def _found_in(item: Any) -> list[Any]:
         return list(item)
     if isinstance(item, OnDevice):
         return [item.value]
+    if isinstance(item, Cache):
+        return [item.__dict__["visits"], item.aliases]  # what nobody has looked at stays so
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         return [getattr(item, field.name, None) for field in dataclasses.fields(item)]
     return []

@@ -45,8 +45,8 @@ from midstream.modeling.vllm.engine.parallel.tensor_setup import join, patience,
 from midstream.modeling.vllm.engine.statistics import Statistics
 from midstream.modeling.vllm.engine.tokens import TokenCheck
 from midstream.modeling.vllm.limits import Limits
+from midstream.modeling.vllm.payloads import Mirrors, pack
 from midstream.modeling.vllm.payloads import Record as BlockRecord
-from midstream.modeling.vllm.payloads import pack
 from midstream.modeling.vllm.tokenizers import tokenizer_of
 from midstream.modeling.vllm.wire import KEY
 
@@ -93,6 +93,8 @@ class BlockRunner:
             pipeline=self.pipeline,
         )
         self.ranks = join(self.blocks.interleaver, self.vllm_config)
+        if self.vllm_config.parallel_config.world_size == 1:  # of several, one rank sends
+            self.blocks.mirror_to(Mirrors(self.client))
         self.statistics = Statistics()
         self._kernels = EagerKernels(self.model, self.vllm_config)
         self.blocks.interleaver.around_calls = self._kernels
@@ -508,7 +510,8 @@ class BlockRunner:
         closed, self._closed = self._closed, []
         if self.ranks is not None and self.ranks.group.rank:
             closed = []  # the first rank's go home
-        records = pack(closed, owner=self.client) if closed else b""
+        mirrors = self.blocks.mirrors
+        records = pack(closed, owner=self.client, mirrors=mirrors) if closed else b""
         ended, waiting = self.blocks.ended(), self.blocks.waiting()
         if records or ended or waiting:
             setattr(output, KEY, (records, ended, waiting))

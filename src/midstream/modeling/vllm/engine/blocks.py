@@ -86,6 +86,9 @@ class HostedBlock:
             lambda name: self._host.resolve(name, stored), self._rest
         )
         self.run.code, self.run.plain = _digest(self._block), is_plain(self._block, stored)
+        if self._host.mirroring is not None and self._appended is None:
+            code = self._block.code
+            self._host.mirroring.follow(self.run, None if code is None else code.compiled().code)
         execution = Execution(self._block, model=self._host.model, tracer=self._host.tracer)
         for name in self._keep:
             if name in execution.namespace:
@@ -145,10 +148,15 @@ class HostedBlock:
 
     def record(self) -> Record:
         """What it sends home, once: when it is done, or when its request has closed."""
-        for recorder in self.run.recorders:
-            recorder.settle()
+        mirroring = self._host.mirroring
+        may_travel = mirroring is not None and not self.keeps_saves
+        ways = [recorder.settle(may_travel=may_travel) for recorder in self.run.recorders]
+        if mirroring is not None and any(ways):
+            mirroring.mirrors.flush()
         self.recorded = True
         saves, error = self.saves, self.run.error
+        if mirroring is not None and error is None:
+            mirroring.learn(self.run, saves)
         if not self.keeps_saves:
             self._saved = {}
         try:
@@ -162,6 +170,7 @@ class HostedBlock:
             warnings=[_warning(notice) for notice in self.run.output.notices()],
             prints=[Print(stream, text) for stream, text in self.run.output.prints()],
             extra=self._extra(),
+            sender=self.run,
         )
 
     def _extra(self) -> dict[str, Any]:

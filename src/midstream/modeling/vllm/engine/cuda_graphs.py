@@ -104,6 +104,8 @@ class CudaGraphs:
     def __call__(self, shape: BatchExecutionDescriptor, tapped: Tapped) -> Recorded:
         """Capture the forward for one shape of batch. Waits for all that is under way."""
         runner, count = self._runner, shape.num_tokens
+        if runner.blocks.mirrors is not None:
+            runner.blocks.mirrors.wait()  # nothing else is launched or allocated meanwhile
         torch.cuda.synchronize()
         before = torch.cuda.mem_get_info()[0]
         hidden = runner.cudagraph_manager.hidden_states[:count]

@@ -21,11 +21,12 @@ from midstream.modeling.vllm.engine.declared import declared
 from midstream.modeling.vllm.engine.edits import InstalledEdits
 from midstream.modeling.vllm.engine.inside import BlockModel, BlockTracer, Rename
 from midstream.modeling.vllm.engine.layers import containing
+from midstream.modeling.vllm.engine.mirroring import Mirroring
 from midstream.modeling.vllm.engine.parallel.pipeline import Pipeline, staged
 from midstream.modeling.vllm.engine.requests import HostedRequest, Progress
 from midstream.modeling.vllm.engine.stored import Store
 from midstream.modeling.vllm.limits import Limits
-from midstream.modeling.vllm.payloads import Record
+from midstream.modeling.vllm.payloads import Mirrors, Record
 from midstream.modeling.vllm.results import Result
 from midstream.modeling.vllm.wire import KEY, MODEL, NODE, STORED, TOKENIZER, TRACER, Payload
 
@@ -54,7 +55,10 @@ class BlockHost:
         commons: what requests to come have in common.
         run_class: what runs a block.
         reports: whether records of blocks leave from this worker.
+        mirroring: sends copies home while steps run, if anybody does.
     """
+
+    mirroring: Mirroring | None = None
 
     def __init__(
         self,
@@ -85,6 +89,17 @@ class BlockHost:
         self._admitted: dict[str, HostedRequest] = {}
         self._parked: dict[str, HostedRequest] = {}
         self._to_tell: list[str] = []
+
+    def mirror_to(self, mirrors: Mirrors) -> None:
+        """Have what blocks save sent home while they go on."""
+        interleaver = self.interleaver
+        self.mirroring = Mirroring(lambda: interleaver.runs, mirrors)
+        interleaver.mirroring = self.mirroring
+
+    @property
+    def mirrors(self) -> Mirrors | None:
+        """Where copies go that are sent home while steps run."""
+        return None if self.mirroring is None else self.mirroring.mirrors
 
     def admit(self, request_id: str, sampling: Any) -> None:
         """Take in a request; one that returns after a preemption keeps its block.

@@ -33,6 +33,8 @@ class BlockWorkerMixin:
     def shutdown(self) -> None:
         """Let go of the model with vLLM's runner, so that its memory is free at once."""
         held = vars(self.model_runner) if getattr(self, "model_runner", None) else {}
+        if "blocks" in held and held["blocks"].mirrors is not None:
+            held["blocks"].mirrors.close()
         for name in ("blocks", "graphs", "_graph", "_prepared", "_kernels", "_active", "_rows"):
             held.pop(name, None)
         super().shutdown()  # type: ignore[misc]
@@ -88,8 +90,11 @@ class BlockWorkerMixin:
         Returns:
             The blocks' records, packed, from the first rank.
         """
-        records = self.model_runner.blocks.finish(results.read(data))
-        return pack(records, owner=self.model_runner.client) if self._reports else b""
+        blocks = self.model_runner.blocks
+        records = blocks.finish(results.read(data))
+        if not self._reports:
+            return b""
+        return pack(records, owner=self.model_runner.client, mirrors=blocks.mirrors)
 
     @property
     def _reports(self) -> bool:

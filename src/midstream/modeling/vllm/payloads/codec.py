@@ -17,9 +17,12 @@ from midstream.modeling.vllm.payloads import segments
 from midstream.modeling.vllm.payloads.buffers import Buffers
 from midstream.modeling.vllm.payloads.decode import Decoder
 from midstream.modeling.vllm.payloads.encode import Encoder
+from midstream.modeling.vllm.payloads.mirrors import Mirrors
 from midstream.modeling.vllm.payloads.nodes import Message, Node, Part, RecordNode
+from midstream.modeling.vllm.payloads.places import Places, Sources
 from midstream.modeling.vllm.payloads.received import Bytes
 from midstream.modeling.vllm.payloads.record import BlockError, BlockWarning, Print, Record
+from midstream.modeling.vllm.payloads.sheets import Sheets
 
 INLINE_LIMIT = 64 * 1024  # bytes; beyond it a segment costs less than copying through the engine
 FALLBACK_LIMIT = 1 << 30  # bytes; msgpack and the engine's sockets stop at 4 GiB for a message
@@ -29,7 +32,13 @@ _DECODER = msgspec.msgpack.Decoder(Message)
 _T = TypeVar("_T")
 
 
-def pack(records: Sequence[Record], *, owner: str, inline_limit: int = INLINE_LIMIT) -> bytes:
+def pack(
+    records: Sequence[Record],
+    *,
+    owner: str,
+    inline_limit: int = INLINE_LIMIT,
+    mirrors: Mirrors | None = None,
+) -> bytes:
     """Write all records of a step into one message.
 
     A save that cannot travel is left out and becomes its record's error; the record's other
@@ -41,16 +50,22 @@ def pack(records: Sequence[Record], *, owner: str, inline_limit: int = INLINE_LI
         inline_limit: Up to this many bytes of tensors, arrays and long bytes ride in the message;
             more go to one shared memory segment, or to a few that are written at once, or into
             the message where there is no room for them.
+        mirrors: Where the values of the records may lie already. The senders of the records are
+            forgotten there.
     """
-    buffers = Buffers()
+    buffers, sources = Buffers(), Sources(mirrors)
+    sheets = Sheets(sources)
     with _uncollected():
-        nodes = [_record_node(record, buffers) for record in records]
+        nodes = [_record_node(record, buffers, sources, sheets) for record in records]
         size = sum(buffers.sizes)
         parts = _parts(buffers, owner) if size > inline_limit else []
         if not parts and size > max(inline_limit, FALLBACK_LIMIT):
-            return pack(list(map(_too_large, records)), owner=owner, inline_limit=sys.maxsize)
+            small = list(map(_too_large, records))
+            return pack(small, owner=owner, inline_limit=sys.maxsize, mirrors=mirrors)
         inline = bytearray() if parts else buffers.read()
-    return _ENCODER.encode(Message(nodes, buffers.sizes, inline, parts))
+    over = sources.send([record.sender for record in records if record.sender is not None])
+    found = sources.handles, over, sheets.nodes, sheets.layouts
+    return _ENCODER.encode(Message(nodes, buffers.sizes, inline, parts, *found))
 
 
 def unpack(data: bytes) -> list[Record]:
@@ -90,7 +105,7 @@ def unpack_apart(message: bytes, data: memoryview) -> list[Record]:
         TransportError: there is no such message, or it names shared memory.
     """
     found = _message(message)
-    if found.parts or found.inline:
+    if found.parts or found.inline or found.mirrors or found.over:
         raise TransportError("a message from elsewhere names shared memory of this machine")
     found.inline = data  # type: ignore[assignment]  # which holds bytes too, and is not copied
     return _records(found)
@@ -107,7 +122,7 @@ def _records(message: Message) -> list[Record]:
     # Tensors made in inference mode could not be used in autograd afterwards.
     with _uncollected(), torch.inference_mode(False):
         found = Bytes(message)
-        return [_record(node, Decoder(found)) for node in message.records]
+        return [_record(node, Decoder(found, node.rows)) for node in message.records]
 
 
 @contextlib.contextmanager
@@ -133,8 +148,16 @@ def _parts(buffers: Buffers, owner: str) -> list[Part]:
         return []
 
 
-def _record_node(record: Record, buffers: Buffers) -> RecordNode:
-    encoder = Encoder(buffers)
+def _record_node(
+    record: Record,
+    buffers: Buffers,
+    sources: Sources | None = None,
+    sheets: Sheets | None = None,
+) -> RecordNode:
+    places = None
+    if sources is not None and sources.may_refer(record.sender):
+        places = Places(record.saves, sources)
+    encoder = Encoder(buffers, places, sheets)
     problems: list[TransportError] = []
     saves = []
     for name, value in record.saves.items():
@@ -155,6 +178,7 @@ def _record_node(record: Record, buffers: Buffers) -> RecordNode:
         encoder.node(record.warnings),
         encoder.node(record.prints),
         extra,
+        None if places is None else places.rows,
     )
 
 

@@ -10,25 +10,40 @@ import math
 import operator
 import zoneinfo
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from midstream.errors import TransportError
+from midstream.interleaving.caches import Cache
 from midstream.modeling.vllm.payloads import nodes
 from midstream.modeling.vllm.payloads.arrays import dtype_of
 from midstream.modeling.vllm.payloads.lookup import find_class
-from midstream.modeling.vllm.payloads.received import Bytes, tensors_at
+from midstream.modeling.vllm.payloads.received import Bytes, rows_at, tensors_at
 from midstream.modeling.vllm.payloads.record import OnDevice
+from midstream.modeling.vllm.payloads.recorded import Part, ReadSheet, Unmade
+
+_NOTHING = Bytes(nodes.Message([], [], bytearray(), []))
 
 
 class Decoder:
-    """Turns the nodes of one record into values; tensors are views of `data`, not copies."""
+    """Turns the nodes of one record into values; tensors are views of `data`, not copies.
 
-    def __init__(self, data: Bytes) -> None:
-        self._data = data
+    Args:
+        data: of the message.
+        rows: the record's tensors in segments of several messages.
+        holes: what is in the place of `Leaf`s.
+    """
+
+    def __init__(
+        self,
+        data: Bytes,
+        rows: nodes.Rows | None = None,
+        holes: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._data, self._rows, self.holes = data, rows, holes
         self._tensors: dict[tuple[int, int | None], torch.Tensor] = {}
         self._runs: dict[int, list[torch.Tensor]] = {}
 
@@ -58,9 +73,47 @@ class Decoder:
         for node in several:
             if type(node) is nodes.Run:
                 made += self._run(node)
+            elif type(node) is nodes.Mirrored:
+                made += self._mirrored(node)
             else:
                 made.append(self.value(node))
         return made
+
+    def one(self, node: nodes.Mirrored) -> torch.Tensor:
+        """The tensor of a node that stands for one."""
+        if node.count != 1:
+            raise TransportError(f"{node.count} tensors in place of a value")
+        return self._mirrored(node)[0]
+
+    def cache(self, node: nodes.Recorded) -> Cache:
+        """Make a cache; its values are made when somebody looks."""
+        cache = Cache(self.value(node.visits), self.value(node.aliases))
+        lines = np.frombuffer(node.parts, np.int32).reshape(-1, 5).tolist()
+        parts = [Part(self._sheet(line[0]), *line[1:]) for line in lines]
+        for part in parts:
+            if not 0 <= part.first <= part.stop <= len(part.sheet.calls):
+                raise TransportError(f"calls {part.first} to {part.stop} of a cache")
+        cache._follow(Unmade(parts, _filled))
+        return cache
+
+    def _sheet(self, number: int) -> ReadSheet:
+        data = self._data
+        if not 0 <= number < len(data.message.sheets):
+            raise TransportError(f"sheet {number} of {len(data.message.sheets)}")
+        if number not in data.sheets:
+            node, layouts = data.message.sheets[number], data.message.layouts
+            data.sheets[number] = ReadSheet(node, layouts, data.mirrors)
+        return data.sheets[number]  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def _in_mirrors(self) -> list[torch.Tensor]:
+        return rows_at(self._rows, self._data.mirrors) if self._rows is not None else []
+
+    def _mirrored(self, node: nodes.Mirrored) -> list[torch.Tensor]:
+        found = self._in_mirrors[node.first : node.first + node.count] if node.first >= 0 else []
+        if not found or len(found) != node.count:
+            raise TransportError(f"tensor {node.first} of {len(self._in_mirrors)} in segments")
+        return found
 
     def tensor(self, node: nodes.Tensor) -> torch.Tensor:
         """Make a tensor: the same object for the same bytes."""
@@ -206,6 +259,11 @@ def _placed(decoder: Decoder, node: nodes.Placed) -> Any:
     return OnDevice(decoder.value(node.value), node.device)
 
 
+def _filled(form: nodes.Node, tensors: Sequence[torch.Tensor]) -> Any:
+    """A recorded value, of its form and the tensors in it."""
+    return Decoder(_NOTHING, holes=tensors).value(form)
+
+
 def _datetime(parts: list[Any]) -> datetime.datetime:
     text, fold, zone = parts
     made = datetime.datetime.fromisoformat(text).replace(fold=fold)
@@ -231,6 +289,9 @@ _READERS: dict[type, Callable[[Decoder, Any], Any]] = {
     nodes.Binary: lambda _, node: node.data,
     nodes.Blob: Decoder.blob,
     nodes.Placed: _placed,
+    nodes.Mirrored: Decoder.one,
+    nodes.Recorded: Decoder.cache,
+    nodes.Leaf: lambda decoder, node: decoder.holes[node.number],
 }
 
 _MAKERS: dict[str, Callable[[list[Any]], Any]] = {

@@ -11,7 +11,9 @@ import torch
 from midstream.errors import TransportError
 from midstream.modeling.vllm.payloads.buffers import Buffers, are_alike
 from midstream.modeling.vllm.payloads.handlers import FIX, Refused, handler_for
-from midstream.modeling.vllm.payloads.nodes import DTYPE_NAMES, Node, Run
+from midstream.modeling.vllm.payloads.nodes import DTYPE_NAMES, Mirrored, Node, Run
+from midstream.modeling.vllm.payloads.places import Places
+from midstream.modeling.vllm.payloads.sheets import Sheets
 
 RUN_BYTES = 8 << 20  # a longer run is several buffers, which can be written at once
 MAX_DEPTH = 100  # containers inside one another; far below Python's and msgspec's own limits
@@ -22,10 +24,17 @@ class Encoder:
 
     A tensor that occurs twice in the record has one buffer and comes back as one object. Tensors
     of one shape that follow each other in a container are one buffer and one node.
+
+    Args:
+        buffers: of the message.
+        places: where the record's tensors lie in mirrors.
+        sheets: what the message has of caches.
     """
 
-    def __init__(self, buffers: Buffers) -> None:
-        self.buffers = buffers
+    def __init__(
+        self, buffers: Buffers, places: Places | None = None, sheets: Sheets | None = None
+    ) -> None:
+        self.buffers, self.places, self.sheets = buffers, places, sheets
         self._indices: dict[int, tuple[int, int | None]] = {}
         self._kept: list[object] = []  # ids in `_indices` stay theirs only while these live
         self._open: set[int] = set()
@@ -56,6 +65,10 @@ class Encoder:
         self, owner: object, values: Iterable[Any], step: Callable[[int], str]
     ) -> list[Node]:
         """Make the nodes of a container's values; `step(i)` is the path to the i-th."""
+        if isinstance(values, list | tuple) and self.places is not None:
+            found = self._mirrored(owner, values, step)
+            if found is not None:
+                return found
         self._enter(owner)
         if isinstance(values, list | tuple) and self._are_new(values) and are_alike(values):
             self._open.discard(id(owner))
@@ -77,6 +90,31 @@ class Encoder:
             found = self._indices[id(tensor)] = self.buffers.add_tensor(tensor), None
             self._kept.append(tensor)
         return found
+
+    def _mirrored(
+        self, owner: object, values: Sequence[Any], step: Callable[[int], str]
+    ) -> list[Node] | None:
+        """Make the nodes of tensors some of which lie in mirrors; None if none does."""
+        assert self.places is not None
+        whole = self.places.all_of(owner)
+        if whole is not None:
+            return [Mirrored(*whole)]
+        places = self.places.of(owner)
+        if places is None or max(places) < 0:
+            return None
+        made: list[Node] = []
+        start = 0
+        for distance, same in itertools.groupby(enumerate(places), _distance):
+            end = start + len(list(same))
+            if distance is None:
+                made += self._others(values[start:end], start, step)
+            else:
+                made.append(Mirrored(places[start], end - start))
+            start = end
+        return made
+
+    def _others(self, values: Sequence[Any], start: int, step: Callable[[int], str]) -> list[Node]:
+        return self.children(values, values, lambda index: step(start + index))
 
     def _are_new(self, values: Sequence[object]) -> bool:
         ids = list(map(id, values))
@@ -110,3 +148,9 @@ class Encoder:
         if len(self._open) >= MAX_DEPTH:
             raise Refused(f"nested more than {MAX_DEPTH} deep: save a flatter value")
         self._open.add(id(owner))
+
+
+def _distance(at: tuple[int, int]) -> int | None:
+    """The same for places that follow each other; None for none."""
+    index, place = at
+    return place - index if place >= 0 else None

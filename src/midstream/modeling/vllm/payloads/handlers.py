@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import torch
 
+from midstream.interleaving.batches import Hole
+from midstream.interleaving.caches import Cache
 from midstream.modeling.vllm.engine.readonly import ReadOnlyTensor
 from midstream.modeling.vllm.payloads import nodes
 from midstream.modeling.vllm.payloads.arrays import dtype_text
@@ -152,6 +154,9 @@ def _member(_: Encoder, value: enum.Enum) -> Node:
 
 
 def _tensor(encoder: Encoder, value: torch.Tensor) -> Node:
+    place = encoder.places.of_tensor(value) if encoder.places is not None else None
+    if place is not None:
+        return nodes.Mirrored(place, 1)
     try:
         index, place = encoder.tensor_index(value)
     except ValueError as error:
@@ -186,6 +191,14 @@ def _datetime(encoder: Encoder, value: datetime.datetime | datetime.time) -> Nod
 
 def _placed(encoder: Encoder, value: OnDevice) -> Node:
     return nodes.Placed(encoder.node(value.value), str(value.device))
+
+
+def _cache(encoder: Encoder, value: Cache) -> Node:
+    parts = encoder.sheets.parts(value, encoder.node) if encoder.sheets is not None else None
+    if parts is None:
+        return _dataclass(encoder, value)
+    seen = encoder.node(value.__dict__["visits"])
+    return nodes.Recorded(seen, encoder.node(value.aliases), parts)
 
 
 def _class_of(value: object) -> tuple[str, str]:
@@ -251,4 +264,6 @@ _HANDLERS: dict[type, Handler] = {
     np.ndarray: _array,
     np.memmap: _array,
     OnDevice: _placed,
+    Cache: _cache,
+    Hole: lambda _, value: nodes.Leaf(value.number),
 }

@@ -118,6 +118,34 @@ class Run(_Tagged, tag=11):
     count: int
 
 
+class Mirrored(_Tagged, tag=12):
+    """Tensors that follow each other in a container and lie in segments of several messages.
+
+    It stands for `count` values of the container it is in: the record's `rows` from `first` on.
+    """
+
+    first: int
+    count: int
+
+
+class Leaf(_Tagged, tag=13):
+    """In the form of a recorded call: the place of its tensor of that number."""
+
+    number: int
+
+
+class Recorded(_Tagged, tag=14):
+    """A cache: what is in it as it is, and its parts of the message's sheets.
+
+    `parts` are int32 [parts, 5]: the sheet, the calls from the first to before the last, and the
+    first row of its own in each tensor, and how many.
+    """
+
+    visits: Node
+    aliases: Node
+    parts: bytes
+
+
 Node: TypeAlias = (
     bool
     | int
@@ -135,8 +163,22 @@ Node: TypeAlias = (
     | Binary
     | Blob
     | Placed
+    | Mirrored
+    | Leaf
+    | Recorded
     | None
 )
+
+
+class Rows(msgspec.Struct, array_like=True):
+    """The tensors of a record that lie in segments of several messages.
+
+    `kinds` are dtypes and shapes. `lines` are int64 [lines, 5]: a kind, a segment of the message's
+    `mirrors`, the offset of the first tensor, the bytes to the next, and how many there are.
+    """
+
+    kinds: list[tuple[str, tuple[int, ...]]]
+    lines: bytes
 
 
 class RecordNode(msgspec.Struct, array_like=True):
@@ -148,6 +190,37 @@ class RecordNode(msgspec.Struct, array_like=True):
     warnings: Node
     prints: Node
     extra: Node
+    rows: Rows | None = None
+
+
+class LeafNode(msgspec.Struct, array_like=True, frozen=True):
+    """A recorded tensor of several requests; `axis` runs over their rows, -1: all have all."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    axis: int
+
+
+class CallNode(msgspec.Struct, array_like=True):
+    """What a module was called with or returned, of several requests: its `form` has `Leaf`s."""
+
+    path: str
+    side: str
+    form: Node
+    leaves: list[LeafNode]
+
+
+class SheetNode(msgspec.Struct, array_like=True):
+    """Recorded calls of several requests, with the form that the message's `layouts` have.
+
+    `numbers` (int64 [calls]) are their places among all calls. `segments` (int32) and `offsets`
+    (int64), [tensors], say where the tensors of all calls lie, as in `Rows`.
+    """
+
+    layout: int
+    numbers: bytes
+    segments: bytes
+    offsets: bytes
 
 
 class Part(msgspec.Struct, array_like=True):
@@ -160,10 +233,15 @@ class Part(msgspec.Struct, array_like=True):
 class Message(msgspec.Struct, array_like=True):
     """All records of a step; the buffers of `sizes` are in `inline`, or in the segments of `parts`.
 
-    There they lie as `segments.layout` says.
+    There they lie as `segments.layout` says. Other messages may refer to the segments of `mirrors`
+    too; those in `over` are removed when so many messages have been read that do.
     """
 
     records: list[RecordNode]
     sizes: list[int]
     inline: bytearray
     parts: list[Part]
+    mirrors: list[Handle] = []
+    over: dict[str, int] = {}
+    sheets: list[SheetNode] = []
+    layouts: list[list[CallNode]] = []

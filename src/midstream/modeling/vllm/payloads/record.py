@@ -177,6 +177,7 @@ class Record:
         warnings: What the block warned about, in order.
         prints: What the block printed, in order.
         extra: Anything else the two halves tell each other: numbers, text, lists, dicts.
+        sender: In the engine, of whom nothing more comes; it does not travel.
     """
 
     request_id: str
@@ -185,6 +186,7 @@ class Record:
     warnings: list[BlockWarning] = field(default_factory=list)
     prints: list[Print] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
+    sender: Any = field(default=None, compare=False, repr=False)
 
 
 def _cut(text: str) -> str:

@@ -105,7 +105,7 @@ def write_all(
     raise failed[0]
 
 
-def open_all(handles: Sequence[Handle]) -> list[memoryview]:
+def open_all(handles: Sequence[Handle], *, shared: bool = False) -> list[memoryview]:
     """Map segments, see `open_`; if one cannot be, the names of the others are removed too.
 
     Raises:
@@ -114,7 +114,7 @@ def open_all(handles: Sequence[Handle]) -> list[memoryview]:
     mapped, problems = [], []
     for handle in handles:
         try:
-            mapped.append(open_(handle))
+            mapped.append(open_(handle, shared=shared))
         except TransportError as problem:
             problems.append(problem)
     if problems:
@@ -123,8 +123,12 @@ def open_all(handles: Sequence[Handle]) -> list[memoryview]:
     return mapped
 
 
-def open_(handle: Handle) -> memoryview:
+def open_(handle: Handle, *, shared: bool = False) -> memoryview:
     """Map a segment and remove its name; the memory is freed with the last view of it.
+
+    Args:
+        handle: The segment.
+        shared: Other messages refer to it too: the name stays.
 
     Raises:
         TransportError: The segment is gone, or is not one that `write` made for a client.
@@ -145,8 +149,20 @@ def open_(handle: Handle) -> memoryview:
     mapped = torch.from_file(
         str(path), shared=True, size=handle.size, dtype=torch.uint8, device="cpu"
     )
-    path.unlink(missing_ok=True)
+    if not shared:
+        path.unlink(missing_ok=True)
     return mapped.numpy().data
+
+
+def private(handle: Handle) -> torch.Tensor:
+    """The bytes of a segment that this process wrote; what is written into them stays here."""
+    path = str(folder() / handle.name)
+    return torch.from_file(path, shared=False, size=handle.size, dtype=torch.uint8, device="cpu")
+
+
+def remove(names: Iterable[str]) -> int:
+    """Remove segments to which nothing refers any more; returns how many there were."""
+    return _unlink(name for name in names if _NAME.fullmatch(name) is not None)
 
 
 def sweep() -> int:
