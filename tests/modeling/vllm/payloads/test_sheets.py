@@ -166,7 +166,7 @@ def test_copies_of_a_cache_nobody_has_looked_at() -> None:
     requests.step(rows(2, 1))
     [cache] = sent(requests, mirrors)
     there, data = pack_apart([Record("r", {"c": copy.deepcopy(cache)})])
-    [record] = unpack_apart(there, memoryview(data))
+    [record] = unpack_apart(there, memoryview(bytearray(b"".join(data))))
     right = outputs(rows(2, 1))["layers.1.mlp"]
     for each in (pickle.loads(pickle.dumps(cache)), record.saves["c"], cache):
         assert torch.equal(each["layers.1.mlp"].output, right)
