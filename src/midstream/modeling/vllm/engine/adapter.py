@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -338,12 +339,7 @@ class BlockRunner:
         Only if one of them waits for a module does the forward have to run eagerly: a block that
         has ended, or waits for logits or samples, leaves it as it is.
         """
-        for request_id, seen in zip(
-            batch.req_ids, batch.num_computed_prefill_tokens_np, strict=True
-        ):
-            for run in self._active.get(request_id, ()) if seen else ():
-                if not run.visit:
-                    run.fail(_split(int(seen)))
+        self._refuse_parts(batch)
         interleaver = self.blocks.interleaver
         runs = [run for runs in self._active.values() for run in runs]
         with self.pipeline.begun(self._active) if self.pipeline and runs else nullcontext():
@@ -353,6 +349,16 @@ class BlockRunner:
         self._eager = interleaver.wants_modules
         if self._eager and self.graphs is not None and all(run.visit for run in runs):
             self._guess = interleaver.tapping.guess(runs)
+
+    def _refuse_parts(self, batch: Any) -> None:
+        """Let blocks fail whose prompt was not run in one step."""
+        beginning = {i for i, runs in self._active.items() if not runs[0].visit}
+        for request_id, seen in zip(
+            batch.req_ids if beginning else (), batch.num_computed_prefill_tokens_np, strict=False
+        ):
+            if seen and request_id in beginning:
+                for run in self._active[request_id]:
+                    run.fail(_split(int(seen)))
 
     def prepare_inputs(self, scheduled: Any, states: Any, shape: Any, *args: Any) -> Any:
         """Prepare the batch; from here on each request's rows are known."""
@@ -379,10 +385,9 @@ class BlockRunner:
 
     def _find_rows(self, batch: Any) -> None:
         """Row spans in batch order, which differs from the scheduler's."""
-        starts = batch.query_start_loc_np
+        starts = batch.query_start_loc_np.tolist()
         self._rows = {}
-        for index, request_id in enumerate(batch.req_ids):
-            start, stop = int(starts[index]), int(starts[index + 1])
+        for request_id, (start, stop) in zip(batch.req_ids, pairwise(starts), strict=False):
             for replay in self._replays.get(request_id, ()):
                 replay.start = start
             runs = self._active.get(request_id, ())
@@ -519,14 +524,10 @@ class BlockRunner:
 
 def _progress(batch: Any) -> Iterator[Progress]:
     """How far each request is. What was drawn before a preemption counts as prompt after it."""
-    for request_id, before, count, whole in zip(
-        batch.req_ids,
-        batch.num_computed_prefill_tokens_np,
-        batch.num_scheduled_tokens,
-        batch.prefill_len_np,
-        strict=True,
-    ):
-        yield Progress(request_id, int(before), int(before + count), int(whole))
+    befores = batch.num_computed_prefill_tokens_np
+    stops = befores + batch.num_scheduled_tokens
+    each = (batch.req_ids, befores.tolist(), stops.tolist(), batch.prefill_len_np.tolist())
+    yield from map(Progress, *each)
 
 
 def _split(seen: int) -> MidstreamError:
