@@ -39,6 +39,7 @@ def mix_up_rows(patch: pytest.MonkeyPatch) -> None:
         return copy(self, index, Rows(rows.start - back, rows.start - back + size))
 
     patch.setattr(Event, "copy", shifted)
+    patch.setattr(Event, "columns", lambda self, i, spans: [shifted(self, i, s) for s in spans])
 
 
 def share_replacements(patch: pytest.MonkeyPatch) -> None:

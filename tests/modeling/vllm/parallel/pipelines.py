@@ -23,11 +23,12 @@ def pipeline(name: str = "T-LLAMA", **settings: Any) -> Iterator[Any]:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
         settings = {**TINY, "max_num_seqs": 32, **settings}
-        with VLLM(path, pipeline_parallel_size=2, dispatch=True, **settings) as model:
-            yield model
+        model = VLLM(path, pipeline_parallel_size=2, dispatch=True, **settings)
+    with model:  # other tests' engines find the environment as it was
+        yield model
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pipe() -> Iterator[Any]:
     """T-LLAMA on two stages: layers 0 and 1 on the first, 2, 3 and the head on the second."""
     with pipeline(block_timeout=2.0) as model:
