@@ -13,9 +13,9 @@ from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.node import Tree
 from midstream.interleaving.replays import WriteLog
 from midstream.interleaving.run import Run, current_run
-from midstream.interleaving.standing import Edit
+from midstream.interleaving.standing import habit_of
 from midstream.interleaving.steps import Steps as Loop
-from midstream.tracing.forms import Form
+from midstream.tracing.forms import Form, Gathering
 from tests.interleaving.toy import Toy, rows
 
 STEPS = 6
@@ -31,8 +31,8 @@ class Decoding:
         logs: what is kept for a preemption.
     """
 
-    def __init__(self, *, standing: bool):
-        self.model = Toy().requires_grad_(False)
+    def __init__(self, *, standing: bool, model: torch.nn.Module | None = None):
+        self.model = (model or Toy()).requires_grad_(False)
         self.tree = Tree(self.model)
         self.interleaver = Interleaver(self.tree.modules)
         self._standing = standing
@@ -41,7 +41,9 @@ class Decoding:
         self.logs: list[WriteLog] = []
         self.runs: list[Run] = []
 
-    def add(self, body: Callable[[Any], None], form: Form, which: slice, **names: Any) -> None:
+    def add(
+        self, body: Callable[[Any], None], form: Form | Gathering, which: slice, **names: Any
+    ) -> None:
         """Add a request whose block runs a body in some steps, which is what the form says."""
         turns: list[int] = []
 
@@ -54,11 +56,11 @@ class Decoding:
         self.logs.append(WriteLog())
         run = Run(block, log=self.logs[-1])
         run.plain, run.code = True, "code"
-        run.habit = Edit(form, names) if self._standing else None
+        run.habit = habit_of(form, names) if self._standing else None
         self.turns.append(turns)
         self.runs.append(run)
 
-    def go(self, *, absent: int | None = None) -> None:
+    def go(self, *, absent: int | None = None, fails: bool = False) -> None:
         """Run all steps; one request may have no block in the batch's place that it takes."""
         count = len(self.runs) + (absent is not None)
         places = [i for i in range(count) if i != absent]
@@ -76,7 +78,7 @@ class Decoding:
                 self.interleaver.finish_step()
         for run in self.runs:
             run.close()
-            assert run.error is None
+            assert fails or run.error is None
 
 
 def in_place(root: Any, vector: Any) -> None:

@@ -138,6 +138,10 @@ class Event:
                 copies = self._copies[index] = Copies(hull, axis, self._spans)
         return copies.rows(rows)
 
+    def built(self, leaves: list[Any]) -> Any:
+        """The value's structure with other leaves."""
+        return self._build(leaves)
+
     def columns(self, index: int, spans: Sequence[Rows]) -> Sequence[Any]:
         """Private copies of several requests' rows of a leaf, see ``copy``."""
         first = self.copy(index, spans[0])

@@ -153,6 +153,8 @@ class Standing:
             event.writes, event.before_write = [], at.tapping.again.spare
         # of a tensor, an item is its only row
         index = 0 if isinstance(value, torch.Tensor) else leaf_of(value, event, form.item)
+        if index is None:
+            raise ValueError("The value has another structure than when the block met it itself.")
         area = _Area(event.leaves[index], event.axis(index), spans)
         operand = self._operand((location, kind), runs, area)
         replace = form.how == "replaced"
