@@ -181,6 +181,23 @@ def test_operands_that_differ_in_kind(mixed: Vectors) -> None:
     assert all(torch.equal(a, b) for a, b in zip(mine.outputs, its.outputs, strict=True))
 
 
+def last_entry(root: Any, vector: Any) -> None:
+    root.layers[1].mlp.output[0][-1] += vector
+
+
+def test_the_last_entry_of_a_tensors_row_is_a_number() -> None:
+    """What is the last row of a tuple's tensor is one number of a tensor, and no other changes."""
+    form = Form("in place", "add", "vector", ("vector",), 0, True)
+    results = []
+    for standing in (True, False):
+        at = Decoding(standing=standing)
+        for vector in (2.0, 3.0):
+            at.add(lambda root, v=vector: last_entry(root, v), form, slice(None), vector=vector)
+        at.go()
+        results.append(at.outputs)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_an_operand_that_is_written_to() -> None:
     """A tensor that somebody changes between the steps is taken as it is then."""
     vector = torch.ones(4)

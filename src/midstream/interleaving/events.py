@@ -84,6 +84,11 @@ class Event:
         self.writes: list[Put] | None = None
         self.before_write: Callable[[torch.Tensor], None] | None = None
 
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the value is one tensor, and nothing around it."""
+        return isinstance(self._value, torch.Tensor)
+
     def axis(self, index: int) -> int | None:
         """The axis of a leaf that runs over the step's rows; None if it has none."""
         if index not in self._axes:

@@ -117,6 +117,7 @@ class Interleaver:
         run.visited.clear()
         run.replaced.clear()
         run.wrote.clear()
+        run.wrote_tensors.clear()
         enters = not run.started or (run.awaited is not None and run.awaited <= run.visit)
         if enters and (self._in_turns or not self.standing.take(run)):
             self._turn(run)

@@ -125,6 +125,7 @@ class Run:
         visited: locations that it has met in this step.
         replaced: leaves of their values in whose place it has given the model another tensor.
         wrote: locations where it has changed what the model goes on with.
+        wrote_tensors: those of them whose value is one tensor.
         habit: what its loop over steps does in each, if that is known to be always the same.
         stood: whether that has been done in its place, in this step and those before.
         offers: gives it, while it executes, what the forward has passed and kept.
@@ -175,6 +176,7 @@ class Run:
         self.visited: set[Location] = set()
         self.replaced: set[tuple[Location, int]] = set()
         self.wrote: set[Location] = set()
+        self.wrote_tensors: set[Location] = set()
         self.offers: Offers | None = None
         self.habit: Edit | Reads | None = None
         self.stood = False

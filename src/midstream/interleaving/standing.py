@@ -51,6 +51,8 @@ class Edit:
         """Take in where the block has made it, in a step that it executed itself."""
         place = next(iter(run.wrote)) if len(run.wrote) == 1 else None
         usable = place is not None and place.side == "output" and place.within is None
+        if self.form.last and self.form.item is not None and place in run.wrote_tensors:
+            usable = False  # the last entry of a row is a number
         self.location = place if usable else None
 
     @property
