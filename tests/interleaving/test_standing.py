@@ -60,7 +60,7 @@ class Decoding:
         self.turns.append(turns)
         self.runs.append(run)
 
-    def go(self, *, absent: int | None = None, fails: bool = False) -> None:
+    def go(self, *, absent: int | None = None, fails: bool = False, close: bool = True) -> None:
         """Run all steps; one request may have no block in the batch's place that it takes."""
         count = len(self.runs) + (absent is not None)
         places = [i for i in range(count) if i != absent]
@@ -76,7 +76,7 @@ class Decoding:
                 with self.interleaver.phase(spans, (count,), logged=True):
                     self.outputs.append(self.model(hidden))
                 self.interleaver.finish_step()
-        for run in self.runs:
+        for run in self.runs if close else ():
             run.close()
             assert fails or run.error is None
 
@@ -216,3 +216,20 @@ def test_an_operand_that_is_written_to() -> None:
         results.append(at.outputs)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert (results[0][-1][0] - results[0][1][0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_a_loop_that_is_cut_short(extra: int) -> None:
+    """The warning counts the turns that were done, also if one more step had been planned."""
+    body, form = FORMS["in place"]
+    texts = []
+    for standing in (True, False):
+        at = Decoding(standing=standing)
+        at.add(lambda root: body(root, 1.0), form, slice(1, STEPS + 1), vector=1.0)
+        at.go(close=False)
+        at.runs[0].visit += extra
+        at.runs[0].close()
+        assert at.runs[0].error is None
+        texts.append([notice.message for notice in at.runs[0].output.notices()])
+    assert texts[0] == texts[1]
+    assert f"asked for {STEPS} steps and the request ran {STEPS - 1} of them" in texts[0][0]

@@ -119,7 +119,8 @@ class Interleaver:
         run.wrote.clear()
         run.wrote_tensors.clear()
         enters = not run.started or (run.awaited is not None and run.awaited <= run.visit)
-        if enters and (self._in_turns or not self.standing.take(run)):
+        run.took_turn = enters and (self._in_turns or not self.standing.take(run))
+        if run.took_turn:
             self._turn(run)
         if run.recorders and run.records:
             self._recording.add(run)
@@ -262,7 +263,7 @@ class Interleaver:
         if learned:
             self.tapping.learn(self._runs)
         for run in self._runs if learned else ():
-            if run.habit is not None and run.visit and not run.stood:
+            if run.habit is not None and run.visit and run.took_turn:
                 run.habit.learn(run)
         self._runs = ()
         self._observing = False

@@ -127,7 +127,8 @@ class Run:
         wrote: locations where it has changed what the model goes on with.
         wrote_tensors: those of them whose value is one tensor.
         habit: what its loop over steps does in each, if that is known to be always the same.
-        stood: whether that has been done in its place, in this step and those before.
+        stood: the last step in which that has been done in its place; -1 if it never has.
+        took_turn: whether it has executed from the beginning of the step under way.
         offers: gives it, while it executes, what the forward has passed and kept.
         uses_source: whether the block may ask for operations inside a forward.
         snapshots: the values it was given and still holds.
@@ -179,7 +180,8 @@ class Run:
         self.wrote_tensors: set[Location] = set()
         self.offers: Offers | None = None
         self.habit: Edit | Reads | None = None
-        self.stood = False
+        self.stood = -1
+        self.took_turn = False
         self.last_step: int | None = None
         self.uses_source = False
         self._marked: tuple[Location, CodeType | None, int] | None = None

@@ -104,11 +104,13 @@ class Standing:
         if habit is None or not run.is_at_loop:
             return False
         if isinstance(habit, Edit):
-            run.stood = self._take_edit(run, habit)
+            taken = self._take_edit(run, habit)
         else:
-            run.stood = self._gatherings.take(run, habit)
-            run.visited.update(access.location for access in habit.accesses if run.stood)
-        return run.stood
+            taken = self._gatherings.take(run, habit)
+            run.visited.update(access.location for access in habit.accesses if taken)
+        if taken:
+            run.stood = run.visit
+        return taken
 
     def _take_edit(self, run: Run, edit: Edit) -> bool:
         try:
