@@ -175,7 +175,7 @@ class Gatherings:
                     group.take(access, event, value, rows)
                 except Exception as error:  # noqa: BLE001  # no memory left, say: never the engine's
                     for run in group.runs:
-                        run.fail(error)
+                        run.refuse(error)
 
     def finish_step(self) -> None:
         """Append what was read to the blocks' lists."""
@@ -212,7 +212,7 @@ def _append(
         run.snapshots.hold(held, 1)
         run.snapshots.add(loose)
     except LimitExceededError as error:
-        run.fail(error)
+        run.refuse(error)
     else:
         rows.append(reads.build(values))
 

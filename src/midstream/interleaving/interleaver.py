@@ -259,7 +259,8 @@ class Interleaver:
         waiting, self._waiting = self._waiting, {}
         self.order.finish_step(learned=learned)
         for location, run in self.standing.finish_step(complete=learned):
-            run.fail(OutOfOrderError(_not_run(location, run)))
+            if not run.done:
+                run.refuse(OutOfOrderError(_not_run(location, run)))
         if learned:
             self.tapping.learn(self._runs)
         for run in self._runs if learned else ():

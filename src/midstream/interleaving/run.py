@@ -182,6 +182,7 @@ class Run:
         self.habit: Edit | Reads | None = None
         self.stood = -1
         self.took_turn = False
+        self._refused: BaseException | None = None
         self.last_step: int | None = None
         self.uses_source = False
         self._marked: tuple[Location, CodeType | None, int] | None = None
@@ -332,6 +333,18 @@ class Run:
         self.kill()
         self.error = error
 
+    def refuse(self, error: BaseException) -> None:
+        """Let a block, which waits at its loop's head, meet an error where it asks for a value.
+
+        Args:
+            error: what went wrong as the step was done in its place.
+        """
+        self.stood, self._refused = self.visit - 1, error
+        self.resume()
+        if self._refused is not None:  # it has not asked
+            self._refused = None
+            self.fail(error)
+
     def _main(self) -> None:
         try:
             self._target()
@@ -436,6 +449,9 @@ class Run:
         frame = user_frame(sys._getframe(2))
         code, at = (frame.f_code, frame.f_lasti) if frame is not None else (None, 0)
         del frame  # it would keep the block's variables alive while the block waits
+        if self._refused is not None:
+            error, self._refused = self._refused, None
+            raise error
         if self.interleaver is None:
             raise NotInTraceError(f"{location.label(self.visit)} was asked for outside a forward.")
         if not self.interleaver.is_ahead(location):
