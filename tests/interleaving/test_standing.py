@@ -198,6 +198,51 @@ def test_the_last_entry_of_a_tensors_row_is_a_number() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("name", ["put", "assigned"])
+def test_operands_with_more_axes_than_the_rows(name: str) -> None:
+    """What torch puts into rows without them is put there, and no other request fails of it."""
+    own = [torch.randn(1, 1, 4), torch.randn(4), torch.randn(1, 4)]
+    mine, its = both(name, own)
+    assert all(torch.equal(a, b) for a, b in zip(mine.outputs, its.outputs, strict=True))
+    assert mine.turns == [[0, 1]] * 3
+
+
+class Held(Toy):
+    """Goes on with a tensor that a module returned, and with the same one once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Identity()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As the toy's, and what the first module was given on top."""
+        return super().forward(self.first(hidden)) + hidden
+
+
+def test_an_edit_in_place_beside_a_replacement() -> None:
+    """A write in place is in the module's own tensor, whatever another request replaces."""
+
+    def replacing(root: Any, vector: Any) -> None:
+        root.first.output = root.first.output + vector
+
+    def writing(root: Any, vector: Any) -> None:
+        root.first.output[:] *= vector
+
+    forms = {
+        replacing: Form("replaced", "add", "vector", ("vector",), None),
+        writing: Form("in place", "mul", "vector", ("vector",), None),
+    }
+    results = []
+    for standing in (True, False):
+        at = Decoding(standing=standing, model=Held())
+        for body, form in forms.items():
+            vector = torch.full((4,), 3.0)
+            at.add(lambda root, b=body, v=vector: b(root, v), form, slice(None), vector=vector)
+        at.go()
+        results.append(at.outputs)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_an_operand_that_is_written_to() -> None:
     """A tensor that somebody changes between the steps is taken as it is then."""
     vector = torch.ones(4)

@@ -140,12 +140,12 @@ class Standing:
         rows, kinds = self._interleaver.rows, dict[Any, list[Run]]()
         for run in sorted(runs, key=lambda run: rows[run].start):
             kinds.setdefault(_edit(run).kind, []).append(run)
-        for kind, several in kinds.items():
+        for kind, several in sorted(kinds.items(), key=_gives_another):
             try:
                 value = self._together(location, value, several, kind)
             except Exception as error:  # noqa: BLE001  # no memory left, say: never the engine's
                 for run in several:
-                    run.fail(error)
+                    run.refuse(error)
         return value
 
     def _together(self, location: Location, value: Any, runs: Sequence[Run], kind: Any) -> Any:
@@ -271,7 +271,9 @@ class _Area:
         """Operands as they stand beside the rows."""
         shape = list(self.leaf.shape)
         shape[self._axis] = 1
-        return torch.cat([operand.expand(shape) for operand in operands], self._axis)
+        # a value may be put into rows with axes of length 1 before theirs
+        alike = [operand.reshape(operand.shape[-len(shape) :]) for operand in operands]
+        return torch.cat([operand.expand(shape) for operand in alike], self._axis)
 
     def changed(self, form: Form, operand: Operand) -> torch.Tensor:
         """Change the rows as a form says; in their place unless it gives the model another tensor.
@@ -305,6 +307,12 @@ class _Area:
 
 def _is_logged(run: Run) -> bool:
     return run.log is not None and not run.log.full
+
+
+def _gives_another(kind: tuple[Any, Any]) -> bool:
+    """Whether edits give the model another tensor, in which those in place would be lost."""
+    (how, *_), _runs = kind
+    return bool(how == "replaced")
 
 
 def _edit(run: Run) -> Edit:
