@@ -131,3 +131,14 @@ def test_values_that_all_requests_share_count_too() -> None:
         errors.append((len(rows), "max_snapshot_bytes=1100" in str(at.runs[0].error)))
     assert all(named for _, named in errors)
     assert 2 <= errors[1][0] <= errors[0][0] <= 4
+
+
+def test_a_part_of_a_nested_value_counts_as_long_as_it_is_kept() -> None:
+    """The limit is met by what a list keeps of values whose other parts are dropped at once."""
+    read, source = READS["a tuple in a tuple"]
+    at = Decoding(standing=True, model=Odd())
+    rows = added(at, read, source)
+    at.runs[0].snapshots = Snapshots(32 * 4 + 256)  # four steps of two rows, and the other tensor
+    at.go(fails=True)
+    assert isinstance(at.runs[0].error, LimitExceededError)
+    assert 2 <= len(rows) < STEPS
