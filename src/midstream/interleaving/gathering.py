@@ -89,25 +89,28 @@ class _Group:
         found: each block's value, by what is read.
         columns: each block's copy of a leaf.
         loose: tensors in these that are not among the held ones, by block.
-        held: the memory of one of the copies, and the bytes of a row in all of them: they go home,
-            or are dropped, together.
+        held: memory of copies that may be dropped each for itself, and the bytes of a row in it.
+        together: the memory of one of the other copies, and the bytes of a row in all of them:
+            they go home, or are dropped, together.
     """
 
     runs: list[Run] = field(default_factory=list)
     found: dict[Access, Sequence[Any]] = field(default_factory=dict)
     columns: dict[tuple[Location, int], Sequence[Any]] = field(default_factory=dict)
     loose: dict[Run, list[torch.Tensor]] = field(default_factory=dict)
-    held: tuple[Storage, int] | None = None
+    held: list[tuple[Storage, int]] = field(default_factory=list)
+    together: tuple[Storage, int] | None = None
 
     def take(self, access: Access, event: Event, value: Any, rows: Mapping[Run, Rows]) -> None:
         """Take in one location's copies."""
         spans = [rows[run] for run in self.runs]
         index = leaf_of(value, event, access.item)
         if index is not None:
-            self.found[access] = self._column(access.location, event, index, spans)
+            self.found[access] = self._column(access.location, event, index, spans, together=True)
             return
         columns = [
-            self._column(access.location, event, index, spans) for index in range(len(event.leaves))
+            self._column(access.location, event, index, spans, together=False)
+            for index in range(len(event.leaves))
         ]
         leaves = zip(*columns, strict=True) if columns else [()] * len(spans)
         wholes = [event.built(list(each)) for each in leaves]
@@ -115,7 +118,13 @@ class _Group:
         self.found[access] = wholes if item is None else [whole[item] for whole in wholes]
 
     def _column(
-        self, location: Location, event: Event, index: int, spans: Sequence[Rows]
+        self,
+        location: Location,
+        event: Event,
+        index: int,
+        spans: Sequence[Rows],
+        *,
+        together: bool,
     ) -> Sequence[Any]:
         """Each block's copy of one leaf, made and counted once."""
         known = self.columns.get((location, index))
@@ -123,9 +132,11 @@ class _Group:
             return known
         column = self.columns[location, index] = event.columns(index, spans)
         held = event.held(index)
-        if held is not None:
-            before = self.held[1] if self.held is not None else 0
-            self.held = (held[0], before + held[1])
+        if held is not None and together:
+            before = self.together[1] if self.together is not None else 0
+            self.together = (held[0], before + held[1])
+        elif held is not None:
+            self.held.append(held)
         elif isinstance(event.leaves[index], torch.Tensor):
             for run, tensor in zip(self.runs, column, strict=True):
                 self.loose.setdefault(run, []).append(tensor)
@@ -183,7 +194,7 @@ class Gatherings:
             if any(access not in group.found for access in accesses):
                 continue  # a location that the step did not reach, or an error
             columns = [group.found[access] for access in accesses]
-            held = [group.held] if group.held is not None else []
+            held = group.held if group.together is None else [*group.held, group.together]
             for run, values in zip(group.runs, zip(*columns, strict=True), strict=True):
                 if run.error is None:
                     _append(run, list(values), held, group.loose.get(run, ()))
