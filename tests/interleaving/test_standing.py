@@ -207,6 +207,24 @@ def test_operands_with_more_axes_than_the_rows(name: str) -> None:
     assert mine.turns == [[0, 1]] * 3
 
 
+def test_zeros_of_both_signs() -> None:
+    """A request that divides by 0.0 and one that divides by -0.0 get infinities of both signs."""
+    form = Form("in place", "div", "vector", ("vector",), None)
+
+    def divided(root: Any, vector: float) -> None:
+        root.layers[1].mlp.output[:] /= vector
+
+    results = []
+    for standing in (True, False):
+        at = Decoding(standing=standing)
+        for zero in (0.0, -0.0):
+            at.add(lambda root, v=zero: divided(root, v), form, slice(None), vector=zero)
+        at.go()
+        results.append(at.outputs)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert results[0][-1].isinf().any()
+
+
 class Held(Toy):
     """Goes on with a tensor that a module returned, and with the same one once more."""
 

@@ -343,7 +343,7 @@ class Run:
         self.resume()
         if self._refused is not None:  # it has not asked
             self._refused = None
-            self.fail(error)
+            self.fail(self.error or error)
 
     def _main(self) -> None:
         try:

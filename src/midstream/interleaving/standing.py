@@ -77,7 +77,10 @@ class Edit:
     def kind(self) -> Any:
         """What edits have in common that can be made together."""
         operand, form = self._operand, self.form
-        alike = (operand.dtype, operand.device) if isinstance(operand, torch.Tensor) else operand
+        if isinstance(operand, torch.Tensor):
+            alike: Any = operand.dtype, operand.device
+        else:
+            alike = repr(operand)  # 0.0 and -0.0 are equal, and not the same
         return form.how, form.operation, form.item, type(operand), alike
 
 
