@@ -258,7 +258,7 @@ class LocalInterleaver(Interleaver):
         try:
             run.resume()
             if not whole.is_as_read:
-                self._serving.settle(run, whole)
+                self.serving.settle(run, whole)
         finally:
             run.place = run.served = None
         self.after(run)
