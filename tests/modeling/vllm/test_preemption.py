@@ -245,10 +245,10 @@ def reading(model: VLLM, prompts: list[list[int]]) -> list[tuple[list[int], list
             with tracer.invoke(prompt):
                 rows = [].save()
                 for _ in tracer.iter[:]:
-                    rows.append((layer.output, layer.mlp.output[-1]))
+                    rows.append((layer.mlp.output[-1], layer.output))
     lists = rows if len(prompts) > 1 else [rows]
-    last = [[(sum(pair)[-1], mlp) for pair, mlp in each] for each in lists]
-    return list(zip(map(_tokens, tracer.result), last, strict=True))
+    last = [[(mlp, sum(pair)[-1]) for mlp, pair in each] for each in lists]
+    return list(zip(_tokens(tracer.result), last, strict=True))
 
 
 def editing(model: VLLM, prompts: list[list[int]]) -> list[tuple[list[int], list[Any]]]:
@@ -262,11 +262,12 @@ def editing(model: VLLM, prompts: list[list[int]]) -> list[tuple[list[int], list
                     model.model.layers[1].output[0][:] += vector
     caches = cache if len(prompts) > 1 else [cache]
     norms = [[pair[0][-1] for pair in each["model.norm"].output] for each in caches]
-    return list(zip(map(_tokens, tracer.result), norms, strict=True))
+    return list(zip(_tokens(tracer.result), norms, strict=True))
 
 
-def _tokens(output: Any) -> list[int]:
-    return list(output.outputs[0].token_ids)
+def _tokens(result: Any) -> list[list[int]]:
+    outputs = result if isinstance(result, list) else [result]
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 @pytest.mark.parametrize("loop", [reading, editing], ids=lambda f: f.__name__)
