@@ -13,9 +13,9 @@ from midstream.interleaving.interleaver import Interleaver
 from midstream.interleaving.node import Tree
 from midstream.interleaving.replays import WriteLog
 from midstream.interleaving.run import Run, current_run
-from midstream.interleaving.standing import Edit
+from midstream.interleaving.standing import habit_of
 from midstream.interleaving.steps import Steps as Loop
-from midstream.tracing.forms import Form
+from midstream.tracing.forms import Form, Gathering
 from tests.interleaving.toy import Toy, rows
 
 STEPS = 6
@@ -31,8 +31,8 @@ class Decoding:
         logs: what is kept for a preemption.
     """
 
-    def __init__(self, *, standing: bool):
-        self.model = Toy().requires_grad_(False)
+    def __init__(self, *, standing: bool, model: torch.nn.Module | None = None):
+        self.model = (model or Toy()).requires_grad_(False)
         self.tree = Tree(self.model)
         self.interleaver = Interleaver(self.tree.modules)
         self._standing = standing
@@ -41,7 +41,9 @@ class Decoding:
         self.logs: list[WriteLog] = []
         self.runs: list[Run] = []
 
-    def add(self, body: Callable[[Any], None], form: Form, which: slice, **names: Any) -> None:
+    def add(
+        self, body: Callable[[Any], None], form: Form | Gathering, which: slice, **names: Any
+    ) -> None:
         """Add a request whose block runs a body in some steps, which is what the form says."""
         turns: list[int] = []
 
@@ -54,11 +56,11 @@ class Decoding:
         self.logs.append(WriteLog())
         run = Run(block, log=self.logs[-1])
         run.plain, run.code = True, "code"
-        run.habit = Edit(form, names) if self._standing else None
+        run.habit = habit_of(form, names) if self._standing else None
         self.turns.append(turns)
         self.runs.append(run)
 
-    def go(self, *, absent: int | None = None) -> None:
+    def go(self, *, absent: int | None = None, fails: bool = False, close: bool = True) -> None:
         """Run all steps; one request may have no block in the batch's place that it takes."""
         count = len(self.runs) + (absent is not None)
         places = [i for i in range(count) if i != absent]
@@ -74,9 +76,9 @@ class Decoding:
                 with self.interleaver.phase(spans, (count,), logged=True):
                     self.outputs.append(self.model(hidden))
                 self.interleaver.finish_step()
-        for run in self.runs:
+        for run in self.runs if close else ():
             run.close()
-            assert run.error is None
+            assert fails or run.error is None
 
 
 def in_place(root: Any, vector: Any) -> None:
@@ -179,6 +181,86 @@ def test_operands_that_differ_in_kind(mixed: Vectors) -> None:
     assert all(torch.equal(a, b) for a, b in zip(mine.outputs, its.outputs, strict=True))
 
 
+def last_entry(root: Any, vector: Any) -> None:
+    root.layers[1].mlp.output[0][-1] += vector
+
+
+def test_the_last_entry_of_a_tensors_row_is_a_number() -> None:
+    """What is the last row of a tuple's tensor is one number of a tensor, and no other changes."""
+    form = Form("in place", "add", "vector", ("vector",), 0, True)
+    results = []
+    for standing in (True, False):
+        at = Decoding(standing=standing)
+        for vector in (2.0, 3.0):
+            at.add(lambda root, v=vector: last_entry(root, v), form, slice(None), vector=vector)
+        at.go()
+        results.append(at.outputs)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", ["put", "assigned"])
+def test_operands_with_more_axes_than_the_rows(name: str) -> None:
+    """What torch puts into rows without them is put there, and no other request fails of it."""
+    own = [torch.randn(1, 1, 4), torch.randn(4), torch.randn(1, 4)]
+    mine, its = both(name, own)
+    assert all(torch.equal(a, b) for a, b in zip(mine.outputs, its.outputs, strict=True))
+    assert mine.turns == [[0, 1]] * 3
+
+
+def test_zeros_of_both_signs() -> None:
+    """A request that divides by 0.0 and one that divides by -0.0 get infinities of both signs."""
+    form = Form("in place", "div", "vector", ("vector",), None)
+
+    def divided(root: Any, vector: float) -> None:
+        root.layers[1].mlp.output[:] /= vector
+
+    results = []
+    for standing in (True, False):
+        at = Decoding(standing=standing)
+        for zero in (0.0, -0.0):
+            at.add(lambda root, v=zero: divided(root, v), form, slice(None), vector=zero)
+        at.go()
+        results.append(at.outputs)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert results[0][-1].isinf().any()
+
+
+class Held(Toy):
+    """Goes on with a tensor that a module returned, and with the same one once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Identity()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As the toy's, and what the first module was given on top."""
+        return super().forward(self.first(hidden)) + hidden
+
+
+def test_an_edit_in_place_beside_a_replacement() -> None:
+    """A write in place is in the module's own tensor, whatever another request replaces."""
+
+    def replacing(root: Any, vector: Any) -> None:
+        root.first.output = root.first.output + vector
+
+    def writing(root: Any, vector: Any) -> None:
+        root.first.output[:] *= vector
+
+    forms = {
+        replacing: Form("replaced", "add", "vector", ("vector",), None),
+        writing: Form("in place", "mul", "vector", ("vector",), None),
+    }
+    results = []
+    for standing in (True, False):
+        at = Decoding(standing=standing, model=Held())
+        for body, form in forms.items():
+            vector = torch.full((4,), 3.0)
+            at.add(lambda root, b=body, v=vector: b(root, v), form, slice(None), vector=vector)
+        at.go()
+        results.append(at.outputs)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_an_operand_that_is_written_to() -> None:
     """A tensor that somebody changes between the steps is taken as it is then."""
     vector = torch.ones(4)
@@ -197,3 +279,20 @@ def test_an_operand_that_is_written_to() -> None:
         results.append(at.outputs)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert (results[0][-1][0] - results[0][1][0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_a_loop_that_is_cut_short(extra: int) -> None:
+    """The warning counts the turns that were done, also if one more step had been planned."""
+    body, form = FORMS["in place"]
+    texts = []
+    for standing in (True, False):
+        at = Decoding(standing=standing)
+        at.add(lambda root: body(root, 1.0), form, slice(1, STEPS + 1), vector=1.0)
+        at.go(close=False)
+        at.runs[0].visit += extra
+        at.runs[0].close()
+        assert at.runs[0].error is None
+        texts.append([notice.message for notice in at.runs[0].output.notices()])
+    assert texts[0] == texts[1]
+    assert f"asked for {STEPS} steps and the request ran {STEPS - 1} of them" in texts[0][0]

@@ -522,3 +522,30 @@ def test_a_replacement_leaves_the_other_arguments_as_they_are() -> None:
         return body
 
     assert compared(replacing, model=Filled).kinds[2:] == ["tapped", "tapped", "again"]
+
+
+class Tied(Toy):
+    """Calls one module at the beginning and at the end, on different values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = torch.nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As the toy's, between two calls."""
+        return self.twice(super().forward(self.twice(hidden)))  # type: ignore[no-any-return]
+
+
+def test_a_module_that_runs_twice() -> None:
+    """A block is given what the first call returned, wherever the forward is by then."""
+
+    def reading(kept: list[Any]) -> Body:
+        def body(at: Decoding) -> None:
+            for _ in steps():
+                kept.append(at.root.twice.output)
+                kept.append(at.root.layers[1].mlp.output)
+
+        return body
+
+    found = compared(reading, reading, model=Tied)
+    assert found.kinds[2:] == ["tapped"] * (STEPS - 2)

@@ -12,13 +12,16 @@ from midstream.tracing.forms import Form, Gathering
 LOOP = "for step in tracer.iter[:]:\n"
 KNOWN = {
     "layer.output[0][:] += vector": Form("in place", "add", "vector", ("vector",), 0),
-    "layer.output[0] [-1] -= 2 * vector": Form("in place", "sub", "2 * vector", ("vector",), 0),
+    "layer.output[0] [-1] -= 2 * vector": Form(
+        "in place", "sub", "2 * vector", ("vector",), 0, True
+    ),
     "layer.mlp.output *= 0.5": Form("in place", "mul", "0.5", (), None),
     "layer.mlp.output[...] /= scale": Form("in place", "div", "scale", ("scale",), None),
     "layer.output[-1].add_(vector)": Form("in place", "add", "vector", ("vector",), -1),
     "layers[3].output[0][:] = vector": Form("assigned", "", "vector", ("vector",), 0),
     "layer.output[0][:] = layer.output[0] + v": Form("assigned", "add", "v", ("v",), 0),
-    "layer.output[0][-1] = layer.output[0][-1] * v": Form("assigned", "mul", "v", ("v",), 0),
+    "layer.output[0][-1] = layer.output[0][-1] * v": Form("assigned", "mul", "v", ("v",), 0, True),
+    "h = mlp.output[0]\nh[-1] += v": Form("in place", "add", "v", ("v",), 0, True),
     "mlp.output = mlp.output + a * v": Form("replaced", "add", "a * v", ("a", "v"), None),
     "h = layer.output[0]\nh += vector": Form("in place", "add", "vector", ("vector",), 0),
     "h = layer.output[0]\nh[:] = h + vector": Form("assigned", "add", "vector", ("vector",), 0),
@@ -95,6 +98,9 @@ def test_what_may_differ_from_step_to_step(body: str) -> None:
     [
         LOOP + "    h = layer.output[0]\n    h += v\nlast = h.save()\n",
         LOOP + "    layer.output[0][:] += v\nprint(step)\n",
+        LOOP + "    rows.append(layer.output)\nprint(step)\n",
+        "for seen[0] in tracer.iter[:]:\n    rows.append(layer.output)\n",
+        "for seen[0] in tracer.iter[:]:\n    layer.output[0][:] += v\n",
         LOOP + "    layer.output[0][:] += v\nelse:\n    x = 1\n",
         LOOP + "    layer.output[0][:] += v\n" + LOOP + "    mlp.output[:] += v\n",
         "for step in tracer.iter[[1, 3]]:\n    layer.output[0][:] += v\n",

@@ -88,6 +88,11 @@ class Event:
         self.refused: Exception | None = None
         self.copied: Callable[[int, Copies], None] | None = None
 
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the value is one tensor, and nothing around it."""
+        return isinstance(self._value, torch.Tensor)
+
     def axis(self, index: int) -> int | None:
         """The axis of a leaf that runs over the step's rows; None if it has none."""
         if index not in self._axes:
@@ -143,6 +148,10 @@ class Event:
             if self.copied is not None:
                 self.copied(index, copies)
         return copies.rows(rows)
+
+    def built(self, leaves: list[Any]) -> Any:
+        """The value's structure with other leaves."""
+        return self._build(leaves)
 
     def columns(self, index: int, spans: Sequence[Rows]) -> Sequence[Any]:
         """Private copies of several requests' rows of a leaf, see ``copy``."""

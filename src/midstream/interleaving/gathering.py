@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from midstream.errors import LimitExceededError
 from midstream.interleaving.copies import Rows
 from midstream.interleaving.events import Event
@@ -85,21 +87,60 @@ class _Group:
 
     Attributes:
         found: each block's value, by what is read.
-        held: the memory of one of the copies, and the bytes of a row in all of them: they go home,
-            or are dropped, together.
+        columns: each block's copy of a leaf.
+        loose: tensors in these that are not among the held ones, by block.
+        held: memory of copies that may be dropped each for itself, and the bytes of a row in it.
+        together: the memory of one of the other copies, and the bytes of a row in all of them:
+            they go home, or are dropped, together.
     """
 
     runs: list[Run] = field(default_factory=list)
     found: dict[Access, Sequence[Any]] = field(default_factory=dict)
-    held: tuple[Storage, int] | None = None
+    columns: dict[tuple[Location, int], Sequence[Any]] = field(default_factory=dict)
+    loose: dict[Run, list[torch.Tensor]] = field(default_factory=dict)
+    held: list[tuple[Storage, int]] = field(default_factory=list)
+    together: tuple[Storage, int] | None = None
 
-    def take(self, access: Access, event: Event, index: int, rows: Mapping[Run, Rows]) -> None:
+    def take(self, access: Access, event: Event, value: Any, rows: Mapping[Run, Rows]) -> None:
         """Take in one location's copies."""
-        self.found[access] = event.columns(index, [rows[run] for run in self.runs])
+        spans = [rows[run] for run in self.runs]
+        index = leaf_of(value, event, access.item)
+        if index is not None:
+            self.found[access] = self._column(access.location, event, index, spans, together=True)
+            return
+        columns = [
+            self._column(access.location, event, index, spans, together=False)
+            for index in range(len(event.leaves))
+        ]
+        leaves = zip(*columns, strict=True) if columns else [()] * len(spans)
+        wholes = [event.built(list(each)) for each in leaves]
+        item = access.item
+        self.found[access] = wholes if item is None else [whole[item] for whole in wholes]
+
+    def _column(
+        self,
+        location: Location,
+        event: Event,
+        index: int,
+        spans: Sequence[Rows],
+        *,
+        together: bool,
+    ) -> Sequence[Any]:
+        """Each block's copy of one leaf, made and counted once."""
+        known = self.columns.get((location, index))
+        if known is not None:
+            return known
+        column = self.columns[location, index] = event.columns(index, spans)
         held = event.held(index)
-        if held is not None:
-            before = self.held[1] if self.held is not None else 0
-            self.held = (held[0], before + held[1])
+        if held is not None and together:
+            before = self.together[1] if self.together is not None else 0
+            self.together = (held[0], before + held[1])
+        elif held is not None:
+            self.held.append(held)
+        elif isinstance(event.leaves[index], torch.Tensor):
+            for run, tensor in zip(self.runs, column, strict=True):
+                self.loose.setdefault(run, []).append(tensor)
+        return column
 
 
 class Gatherings:
@@ -138,15 +179,14 @@ class Gatherings:
             return
         runs = {run: None for groups in wanted.values() for group in groups for run in group.runs}
         rows = self._interleaver.rows
-        try:
-            event = self._interleaver.event(location, value, [rows[run] for run in runs])
-            for access, groups in wanted.items():
-                index = leaf_of(value, event, access.item)
-                for group in groups:
-                    group.take(access, event, index, rows)
-        except Exception as error:  # noqa: BLE001  # no memory left, say: never the engine's
-            for run in runs:
-                run.fail(error)
+        event = self._interleaver.event(location, value, [rows[run] for run in runs])
+        for access, groups in wanted.items():
+            for group in groups:
+                try:
+                    group.take(access, event, value, rows)
+                except Exception as error:  # noqa: BLE001  # no memory left, say: never the engine's
+                    for run in group.runs:
+                        run.refuse(error)
 
     def finish_step(self) -> None:
         """Append what was read to the blocks' lists."""
@@ -154,10 +194,10 @@ class Gatherings:
             if any(access not in group.found for access in accesses):
                 continue  # a location that the step did not reach, or an error
             columns = [group.found[access] for access in accesses]
-            held = [group.held] if group.held is not None else []
+            held = group.held if group.together is None else [*group.held, group.together]
             for run, values in zip(group.runs, zip(*columns, strict=True), strict=True):
                 if run.error is None:
-                    _append(run, list(values), held)
+                    _append(run, list(values), held, group.loose.get(run, ()))
         self._groups.clear()
         self._wanted.clear()
 
@@ -169,28 +209,37 @@ class Gatherings:
                 yield from ((location, run) for group in groups for run in group.runs)
 
 
-def _append(run: Run, values: list[Any], held: Sequence[tuple[Storage, int]]) -> None:
+def _append(
+    run: Run,
+    values: list[Any],
+    held: Sequence[tuple[Storage, int]],
+    loose: Sequence[torch.Tensor],
+) -> None:
     reads = run.habit
     rows = reads.rows if isinstance(reads, Reads) else None
     if rows is None or not isinstance(reads, Reads):
         return
     try:
         run.snapshots.hold(held, 1)
+        run.snapshots.add(loose)
     except LimitExceededError as error:
-        run.fail(error)
+        run.refuse(error)
     else:
         rows.append(reads.build(values))
 
 
-def leaf_of(value: Any, event: Event, item: int | None) -> int:
-    """Which leaf a form means: the value itself (or its only row), or an item of a flat tuple.
+def leaf_of(value: Any, event: Event, item: int | None) -> int | None:
+    """Which leaf an access is; None if it is none, as a whole tuple or an item of a tensor.
 
     Raises:
-        ValueError: there is no such leaf.
+        IndexError, KeyError: there is no such item.
     """
-    count = len(event.leaves)
-    if item is None and count == 1 and event.leaves[0] is value:
-        return 0
-    if item is not None and isinstance(value, tuple | list) and len(value) == count:
-        return range(count)[item]
-    raise ValueError("The value has another structure than when the block met it itself.")
+    leaves = event.leaves
+    if item is None or isinstance(value, torch.Tensor):
+        return 0 if item is None and len(leaves) == 1 and leaves[0] is value else None
+    found = value[item]
+    if isinstance(value, tuple | list) and len(value) == len(leaves):  # most are flat
+        index = range(len(leaves))[item]
+        if leaves[index] is found:
+            return index
+    return next((index for index, leaf in enumerate(leaves) if leaf is found), None)

@@ -135,8 +135,10 @@ class Interleaver:
         run.visited.clear()
         run.replaced.clear()
         run.wrote.clear()
+        run.wrote_tensors.clear()
         enters = not run.started or _is_due(run)
-        if enters and not self._stands(run):
+        run.took_turn = enters and not self._stands(run)
+        if run.took_turn:
             self._turn(run)
 
     def _stands(self, run: Run) -> bool:
@@ -296,11 +298,12 @@ class Interleaver:
         waiting, self._waiting = self._waiting, {}
         self.order.finish_step(learned=learned)
         for location, run in self.standing.finish_step(complete=learned):
-            run.fail(OutOfOrderError(_not_run(location, run)))
+            if not run.done:
+                run.refuse(OutOfOrderError(_not_run(location, run)))
         if learned:
             self.tapping.learn(self._runs)
         for run in self._runs if learned else ():
-            if run.habit is not None and run.visit and not run.stood:
+            if run.habit is not None and run.visit and run.took_turn:
                 run.habit.learn(run)
         recording = [run for run in self._runs if run.recorders]
         self._runs = ()

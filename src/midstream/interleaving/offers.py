@@ -47,7 +47,9 @@ class Offers:
         if in_turns:
             self._serve_in_turns(offers)
             return
-        at, self._values = self._interleaver, dict(offers)
+        at = self._interleaver
+        for location, value in offers:  # of a module that is called again, the first call counts
+            self._values.setdefault(location, value)
         try:
             self._serve(at.take_waiting(self._values))
         finally:

@@ -125,8 +125,10 @@ class Run:
         visited: locations that it has met in this step.
         replaced: leaves of their values in whose place it has given the model another tensor.
         wrote: locations where it has changed what the model goes on with.
+        wrote_tensors: those of them whose value is one tensor.
         habit: what its loop over steps does in each, if that is known to be always the same.
-        stood: whether that has been done in its place, in this step and those before.
+        stood: the last step in which that has been done in its place; -1 if it never has.
+        took_turn: whether it has executed from the beginning of the step under way.
         offers: gives it, while it executes, what the forward has passed and kept.
         uses_source: whether the block may ask for operations inside a forward.
         snapshots: the values it was given and still holds.
@@ -175,9 +177,12 @@ class Run:
         self.visited: set[Location] = set()
         self.replaced: set[tuple[Location, int]] = set()
         self.wrote: set[Location] = set()
+        self.wrote_tensors: set[Location] = set()
         self.offers: Offers | None = None
         self.habit: Edit | Reads | None = None
-        self.stood = False
+        self.stood = -1
+        self.took_turn = False
+        self._refused: BaseException | None = None
         self.last_step: int | None = None
         self.uses_source = False
         self._marked: tuple[Location, CodeType | None, int] | None = None
@@ -337,6 +342,18 @@ class Run:
         self.kill()
         self.error = error
 
+    def refuse(self, error: BaseException) -> None:
+        """Let a block, which waits at its loop's head, meet an error where it asks for a value.
+
+        Args:
+            error: what went wrong as the step was done in its place.
+        """
+        self.stood, self._refused = self.visit - 1, error
+        self.resume()
+        if self._refused is not None:  # it has not asked
+            self._refused = None
+            self.fail(self.error or error)
+
     def _main(self) -> None:
         try:
             self._target()
@@ -441,6 +458,9 @@ class Run:
         frame = user_frame(sys._getframe(2))
         code, at = (frame.f_code, frame.f_lasti) if frame is not None else (None, 0)
         del frame  # it would keep the block's variables alive while the block waits
+        if self._refused is not None:
+            error, self._refused = self._refused, None
+            raise error
         if self.interleaver is None:
             raise NotInTraceError(f"{location.label(self.visit)} was asked for outside a forward.")
         if not self.interleaver.is_ahead(location):

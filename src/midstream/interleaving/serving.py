@@ -89,6 +89,8 @@ class Serving:
         """Note what a block has changed at a location, for the steps to come."""
         if served.wrote:
             run.wrote.add(location)
+            if served.event.is_tensor:
+                run.wrote_tensors.add(location)
         if served.replaced:
             run.replaced.update((location, leaf) for leaf in served.replaced)
 

@@ -51,6 +51,8 @@ class Edit:
         """Take in where the block has made it, in a step that it executed itself."""
         place = next(iter(run.wrote)) if len(run.wrote) == 1 else None
         usable = place is not None and place.side == "output" and place.within is None
+        if self.form.last and self.form.item is not None and place in run.wrote_tensors:
+            usable = False  # the last entry of a row is a number
         self.location = place if usable else None
 
     @property
@@ -75,7 +77,10 @@ class Edit:
     def kind(self) -> Any:
         """What edits have in common that can be made together."""
         operand, form = self._operand, self.form
-        alike = (operand.dtype, operand.device) if isinstance(operand, torch.Tensor) else operand
+        if isinstance(operand, torch.Tensor):
+            alike: Any = operand.dtype, operand.device
+        else:
+            alike = repr(operand)  # 0.0 and -0.0 are equal, and not the same
         return form.how, form.operation, form.item, type(operand), alike
 
 
@@ -102,11 +107,13 @@ class Standing:
         if habit is None or not run.is_at_loop:
             return False
         if isinstance(habit, Edit):
-            run.stood = self._take_edit(run, habit)
+            taken = self._take_edit(run, habit)
         else:
-            run.stood = self._gatherings.take(run, habit)
-            run.visited.update(access.location for access in habit.accesses if run.stood)
-        return run.stood
+            taken = self._gatherings.take(run, habit)
+            run.visited.update(access.location for access in habit.accesses if taken)
+        if taken:
+            run.stood = run.visit
+        return taken
 
     def _take_edit(self, run: Run, edit: Edit) -> bool:
         try:
@@ -136,12 +143,12 @@ class Standing:
         rows, kinds = self._interleaver.rows, dict[Any, list[Run]]()
         for run in sorted(runs, key=lambda run: rows[run].start):
             kinds.setdefault(_edit(run).kind, []).append(run)
-        for kind, several in kinds.items():
+        for kind, several in sorted(kinds.items(), key=_gives_another):
             try:
                 value = self._together(location, value, several, kind)
             except Exception as error:  # noqa: BLE001  # no memory left, say: never the engine's
                 for run in several:
-                    run.fail(error)
+                    run.refuse(error)
         return value
 
     def _together(self, location: Location, value: Any, runs: Sequence[Run], kind: Any) -> Any:
@@ -153,6 +160,8 @@ class Standing:
             event.writes, event.before_write = [], at.tapping.again.spare
         # of a tensor, an item is its only row
         index = 0 if isinstance(value, torch.Tensor) else leaf_of(value, event, form.item)
+        if index is None:
+            raise ValueError("The value has another structure than when the block met it itself.")
         area = _Area(event.leaves[index], event.axis(index), spans)
         operand = self._operand((location, kind), runs, area)
         replace = form.how == "replaced"
@@ -265,7 +274,9 @@ class _Area:
         """Operands as they stand beside the rows."""
         shape = list(self.leaf.shape)
         shape[self._axis] = 1
-        return torch.cat([operand.expand(shape) for operand in operands], self._axis)
+        # a value may be put into rows with axes of length 1 before theirs
+        alike = [operand.reshape(operand.shape[-len(shape) :]) for operand in operands]
+        return torch.cat([operand.expand(shape) for operand in alike], self._axis)
 
     def changed(self, form: Form, operand: Operand) -> torch.Tensor:
         """Change the rows as a form says; in their place unless it gives the model another tensor.
@@ -299,6 +310,12 @@ class _Area:
 
 def _is_logged(run: Run) -> bool:
     return run.log is not None and not run.log.full
+
+
+def _gives_another(kind: tuple[Any, Any]) -> bool:
+    """Whether edits give the model another tensor, in which those in place would be lost."""
+    (how, *_), _runs = kind
+    return bool(how == "replaced")
 
 
 def _edit(run: Run) -> Edit:

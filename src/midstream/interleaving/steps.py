@@ -59,9 +59,8 @@ class Steps:
         for ran, step in steps:
             self._run.last_step = last
             goes_on = self._run.enter(step)
-            while self._run.stood and step < self._run.visit + (not goes_on):
+            while step <= self._run.stood:
                 ran, step = next(steps)  # it has been done in the block's place
-            self._run.stood = False
             if not goes_on:
                 if asked is not None:
                     text = f"The loop asked for {asked} steps and the request ran {ran} of them. "

@@ -39,6 +39,7 @@ class Form(NamedTuple):
         operand: its source.
         names: the names in it.
         item: which item of the value is changed; None if it is the value itself.
+        last: whether the last row of that is changed, or what else its last entry is.
     """
 
     how: How
@@ -46,6 +47,7 @@ class Form(NamedTuple):
     operand: str
     names: tuple[str, ...]
     item: int | None
+    last: bool = False
 
 
 class Gathering(NamedTuple):
@@ -62,10 +64,11 @@ class Gathering(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """What is changed: an expression for a value, its text, and which item of it."""
+    """What is changed: an expression for a value, its text, and which item and entry of it."""
 
     text: str
     item: int | None
+    last: bool = False
 
 
 def form_of(tree: ast.Module) -> Form | Gathering | None:
@@ -75,15 +78,22 @@ def form_of(tree: ast.Module) -> Form | Gathering | None:
     if len(loops) != 1 or mentions != 1 or loops[0].orelse:
         return None
     loop = loops[0]
+    bound = _bound(loop)
+    behind = tree.body[tree.body.index(loop) + 1 :]
+    if not isinstance(loop.target, ast.Name) or bound & _names(behind):
+        return None
     gathering = _gathering(loop)
     if gathering is not None:
         return gathering
     form = _of_body(loop.body)
-    bound = {n.id for n in ast.walk(loop) if isinstance(n, ast.Name) and not _is_load(n)}
-    behind = tree.body[tree.body.index(loop) + 1 :]
-    if form is None or bound & _names(behind) or not _is_unchanging(loop, bound, form):
-        return None
-    return form
+    return form if form is not None and _is_unchanging(loop, bound, form) else None
+
+
+def _bound(loop: ast.For) -> set[str]:
+    """The names that a loop gives to something; those of a comprehension are its own."""
+    inner = {n.target for n in ast.walk(loop) if isinstance(n, ast.comprehension)}
+    names = (n for n in ast.walk(loop) if isinstance(n, ast.Name) and not _is_load(n))
+    return {name.id for name in names if name not in inner}
 
 
 def _is_over_steps(node: ast.expr) -> bool:
@@ -170,9 +180,12 @@ def _target(node: ast.expr, name: str | None, location: _Target | None) -> _Targ
         return location if node.id == name else None
     if not isinstance(node, ast.Subscript) or not _is_all(node.slice):
         return None
-    if isinstance(node.value, ast.Name):
-        return location if node.value.id == name else None
-    return _location(node.value) if name is None else None
+    last = _number(node.slice) == -1
+    if not isinstance(node.value, ast.Name):
+        location = _location(node.value) if name is None else None
+    elif node.value.id != name:
+        return None
+    return location._replace(last=last) if location is not None else None
 
 
 def _is_all(node: ast.expr) -> bool:
@@ -236,7 +249,7 @@ def _form(
     if target is None or operation is None or not all(map(_is_operand, ast.walk(operand))):
         return None
     names = dict.fromkeys(n.id for n in ast.walk(operand) if isinstance(n, ast.Name))
-    return Form(how, operation, ast.unparse(operand), tuple(names), target.item)
+    return Form(how, operation, ast.unparse(operand), tuple(names), target.item, target.last)
 
 
 def _is_operand(node: ast.AST) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from midstream import VLLM
-from midstream.errors import InterventionError
+from midstream.errors import InterventionError, StepsCutShortWarning
 from tests.modeling.vllm.conftest import runner_of
 from tests.soak.engines import schedule
 from tests.support.checkpoints import LONG, A, B, checkpoint
@@ -235,3 +235,66 @@ def test_a_block_that_wrote_more_than_is_kept_fails_if_it_is_preempted() -> None
             together(model, steering)
         assert alone(model, A, steering)[0] == right
         assert not model.vllm_entrypoint.collective_rpc("midstream_live")[0]
+
+
+def reading(model: VLLM, prompts: list[list[int]]) -> list[tuple[list[int], list[Any]]]:
+    """Tokens of requests whose loops read, and what they have read, its last row in the prompt."""
+    layer = model.model.layers[1]
+    with model.trace(**SETTINGS) as tracer:
+        for prompt in prompts:
+            with tracer.invoke(prompt):
+                rows = [].save()
+                for _ in tracer.iter[:]:
+                    rows.append((layer.mlp.output[-1], layer.output))
+    lists = rows if len(prompts) > 1 else [rows]
+    last = [[(mlp, sum(pair)[-1]) for mlp, pair in each] for each in lists]
+    return list(zip(_tokens(tracer.result), last, strict=True))
+
+
+def editing(model: VLLM, prompts: list[list[int]]) -> list[tuple[list[int], list[Any]]]:
+    """Tokens of requests whose loops edit, and what the last norm gives in all steps."""
+    vector = torch.linspace(-8, 8, 128)
+    with model.trace(**SETTINGS) as tracer:
+        for prompt in prompts:
+            with tracer.invoke(prompt):
+                cache = tracer.cache(modules=[model.model.norm])
+                for _ in tracer.iter[:]:
+                    model.model.layers[1].output[0][:] += vector
+    caches = cache if len(prompts) > 1 else [cache]
+    norms = [[pair[0][-1] for pair in each["model.norm"].output] for each in caches]
+    return list(zip(_tokens(tracer.result), norms, strict=True))
+
+
+def _tokens(result: Any) -> list[list[int]]:
+    outputs = result if isinstance(result, list) else [result]
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("loop", [reading, editing], ids=lambda f: f.__name__)
+def test_loops_that_the_engine_runs(
+    small: VLLM, preempted: list[str], loop: Callable[..., Any]
+) -> None:
+    """What is read and edited in a loop's place is what it is without a preemption."""
+    expected = [loop(small, [A])[0], loop(small, [B])[0]]
+    assert not preempted
+    got = loop(small, [A, B])
+    assert preempted
+    for (tokens, values), (right_tokens, right) in zip(got, expected, strict=True):
+        assert tokens == right_tokens
+        assert len(values) == len(right) == STEPS
+        torch.testing.assert_close(values, right, atol=1e-4, rtol=1e-4)
+
+
+def test_a_loop_that_a_stop_token_cuts_short(small: VLLM) -> None:
+    """The engine may have planned a step more than there is: it is no turn of the loop."""
+    output = small.generate(A, **SETTINGS)[0].outputs[0].token_ids
+    stop = next(token for i, token in enumerate(output) if i > 3 and token not in output[:i])
+    count = output.index(stop) + 1
+    with (
+        pytest.warns(StepsCutShortWarning, match=f"{count} steps and .* ran {count - 1} of them"),
+        small.trace(A, **{**SETTINGS, "stop_token_ids": [stop]}) as tracer,
+    ):
+        rows = [].save()
+        for _ in tracer.iter[1 : count + 1]:
+            rows.append(small.model.layers[1].mlp.output)
+    assert len(rows) == count - 1
