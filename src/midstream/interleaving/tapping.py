@@ -63,7 +63,7 @@ class Tapping:
             return
         behind = self._interleaver.order.is_behind_forward
         for run in runs:
-            if run.visit and run.code is not None and not run.stood:
+            if run.visit and run.code is not None and run.stood != run.visit:
                 route = self.routes.of(run.code)
                 route.learn(run.visited, run.replaced, run.wrote, behind)
 
