@@ -17,6 +17,11 @@ class _Guard:
     def __init__(self, unread: Unread):
         self._unread = unread  # lives as long as the cache
 
+    @property
+    def bytes(self) -> int:
+        """How much there is of it."""
+        return self._unread.bytes
+
     def move_to(self, visits: Values) -> None:
         """Put it where it is read.
 
