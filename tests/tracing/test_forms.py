@@ -103,6 +103,7 @@ def test_what_may_differ_from_step_to_step(body: str) -> None:
         "for seen[0] in tracer.iter[:]:\n    layer.output[0][:] += v\n",
         LOOP + "    layer.output[0][:] += v\nelse:\n    x = 1\n",
         LOOP + "    layer.output[0][:] += v\n" + LOOP + "    mlp.output[:] += v\n",
+        "for step in tracer.iter[::2]:\n    layer.output[0][:] += v\n",
         "for step in tracer.iter[[1, 3]]:\n    layer.output[0][:] += v\n",
         "for step in range(3):\n    layer.output[0][:] += v\n",
         "if flag:\n    for step in tracer.iter[:]:\n        layer.output[0][:] += v\n",

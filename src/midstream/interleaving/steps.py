@@ -23,8 +23,9 @@ class Steps:
     """The steps of a request, to loop over: step 0 runs the prompt, step k gives token k.
 
     ``for step in tracer.iter[:3]`` runs its body in steps 0, 1 and 2; ``iter[a:b]``, ``iter[a:]``,
-    ``iter[k]`` and ``iter[[0, 4]]`` run it in those. A slice without a start begins with the step
-    the block is in. The loop ends when the request does; one that asked for more steps then warns.
+    ``iter[a:b:c]``, ``iter[k]`` and ``iter[[0, 4]]`` run it in those. A slice without a start
+    begins with the step the block is in. The loop ends when the request does; one that asked for
+    more steps then warns.
 
     Args:
         run: the block's.
@@ -47,10 +48,15 @@ class Steps:
         """
         if isinstance(which, slice):
             begin = self._run.visit if which.start is None else _number(which.start)
+            every = 1 if which.step is None else _number(which.step)
+            if not every:
+                raise ValueError(
+                    "`tracer.iter[a:b:c]` takes every c-th step; c is 1 or more, got 0."
+                )
             if which.stop is None:
-                return count(begin), None
-            end = _number(which.stop)
-            return range(begin, end), max(0, end - begin)
+                return count(begin, every), None
+            steps = range(begin, _number(which.stop), every)
+            return steps, len(steps)
         numbers = _numbers(which)
         return numbers, len(numbers)
 

@@ -105,6 +105,7 @@ def _is_over_steps(node: ast.expr) -> bool:
     return (
         isinstance(node, ast.Subscript)
         and isinstance(node.slice, ast.Slice)
+        and node.slice.step is None
         and isinstance(node.value, ast.Attribute)
         and node.value.attr == "iter"
     )

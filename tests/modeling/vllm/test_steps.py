@@ -60,8 +60,15 @@ def test_an_edit_in_every_step_acts_in_every_step(llama: Any, hf: Oracle) -> Non
 
 @pytest.mark.parametrize(
     ("which", "steps"),
-    [(slice(1, 3), [1, 2]), (2, [2]), ([0, 3], [0, 3]), (slice(2, None), [2, 3])],
-    ids=["slice", "number", "list", "open"],
+    [
+        (slice(1, 3), [1, 2]),
+        (2, [2]),
+        ([0, 3], [0, 3]),
+        (slice(2, None), [2, 3]),
+        (slice(1, None, 2), [1, 3]),
+        (slice(0, 4, 3), [0, 3]),
+    ],
+    ids=["slice", "number", "list", "open", "every second", "every third"],
 )
 def test_chosen_steps(llama: Any, hf: Oracle, which: Any, steps: list[int]) -> None:
     """A slice, a number or a list runs the body in those steps only (C53)."""
@@ -179,6 +186,16 @@ def test_a_negative_step_is_refused(llama: Any, which: Any) -> None:
         llama.trace(A, max_tokens=2, **GREEDY) as tracer,
     ):
         for _ in tracer.iter[which]:
+            pass
+
+
+def test_every_0th_step_is_refused(llama: Any) -> None:
+    """A loop that would never get on is a ValueError in the block."""
+    with (
+        pytest.raises(InterventionError, match="ValueError: .* 1 or more, got 0"),
+        llama.trace(A, max_tokens=2, **GREEDY) as tracer,
+    ):
+        for _ in tracer.iter[::0]:
             pass
 
 
