@@ -3,7 +3,7 @@
 A forward is captured as vLLM captures its own for whole decode steps: with dummy inputs in the
 same static buffers, the attention in the graph and its metadata staged in every step. What differs
 is that the model runs without its compiled graph, with vLLM's own kernels, and that the capture
-is broken at the locations that blocks visit.
+has copies of what blocks read, and is broken where they write.
 """
 
 from __future__ import annotations
